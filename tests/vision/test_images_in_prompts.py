@@ -207,3 +207,29 @@ def test_a_converted_checkpoint_has_its_tower(kind, tmp_path):
         np.testing.assert_array_equal(found.rows(image), original.rows(image))
     llm = jaxspec.load(folder, "ngram", num_draft_tokens=3, max_len=256, max_slots=2, images=70, progress=False)
     assert llm.generate(prompt, GREEDY)[0].token_ids == loaded(kind).generate(prompt, GREEDY)[0].token_ids
+
+
+def test_a_script_for_vllm_with_images():
+    from jaxspec import vllm
+
+    sizes = {"max_model_len": 256, "max_num_seqs": 2, "mm_processor_kwargs": {"max_soft_tokens": 70}}
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    llm = vllm.LLM(str(saved("plain")[1]), limit_mm_per_prompt={"image": 2, "audio": 0}, speculative_config=speculation, **sizes)
+    params, image = vllm.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), picture(3, (40, 40))
+    prompt = {"prompt": "def <unused5>read", "multi_modal_data": {"image": image}}
+    (found,) = llm.generate(prompt, params, use_tqdm=False)
+    assert found.outputs[0].token_ids == loaded("plain").generate(prompt, GREEDY)[0].token_ids
+    messages = [{"role": "user", "content": [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "What is it?"}]}]
+    (found,) = llm.chat(messages, params, use_tqdm=False)
+    assert found.outputs[0].token_ids == loaded("plain").chat(messages, GREEDY).token_ids
+    for limits, processing, error, words in (
+        ({"image": -1}, None, ValueError, r"limit_mm_per_prompt\['image'\] is -1"),
+        (3, None, TypeError, "limit_mm_per_prompt is 3, expected a dict"),
+        (None, {"do_pan_and_scan": True}, ValueError, "mm_processor_kwargs has 'do_pan_and_scan', which cannot be served"),
+        (None, {"max_soft_tokens": 100}, ValueError, "max_soft_tokens is 100; expected one of 70"),
+    ):
+        with pytest.raises(error, match=words):
+            vllm.LLM(str(saved("plain")[1]), limit_mm_per_prompt=limits, mm_processor_kwargs=processing)
+    plain = vllm.LLM(str(saved("plain")[1]), limit_mm_per_prompt={"image": 0}, max_model_len=64, max_num_seqs=1)
+    with pytest.raises(ValueError, match=r"'multi_modal_data', which cannot be served: .*limit_mm_per_prompt=\{'image': 1\}"):
+        plain.generate(prompt, params)
