@@ -161,8 +161,8 @@ class Maker:
         return text, placed
 
     def _placed(self, index: int, ids: Any, images: Sequence[Any]) -> Placed:
-        """The prompt with its images. One without images stays as it is, whatever tokens it has."""
-        if self.pictures is None or not images:
+        """The prompt with its images. Without any it stays as it is; where it could have some, it may have no image token then."""
+        if self.pictures is None or not (images or self.pictures.tower.image_token_id in ids):
             return Placed(ids, (), [])
         try:
             return self.pictures.placed([int(i) for i in ids], images)

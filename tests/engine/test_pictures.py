@@ -246,6 +246,9 @@ def test_what_cannot_be_read_is_refused_by_name():
             llm.generate({"prompt_token_ids": ids, "multi_modal_data": data})
     with pytest.raises(ValueError, match="1 image and 0 image tokens"):
         llm.generate({"prompt_token_ids": [5, 7], "multi_modal_data": {"image": image}})
+    with pytest.raises(ValueError, match="0 images and 1 image tokens"):
+        llm.generate([5, IMAGE, 7])
+    assert llm_of(NoDraft, tower=False).generate([5, IMAGE, 7], GREEDY)[0].token_ids  # a token like others there
     with pytest.raises(ValueError, match="prompt 0 has 97 tokens; expected at most 95"):
         llm.generate({"prompt_token_ids": [5] * 89 + ids[1:], "multi_modal_data": {"image": image}})
     for logprobs in ({"prompt_logprobs": 1}, {"logprobs": -1}, {"logprobs": 50}):
