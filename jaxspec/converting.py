@@ -38,7 +38,6 @@ from jaxspec.sharding.placement import placement_of
 from jaxspec.text import check_files
 from jaxspec.trees import leaves_by_path
 from jaxspec.vision import Images
-from jaxspec.vision.images import refuse_tower
 from jaxspec.vision.preprocessing import FILES, SOFT_TOKENS
 from pallas_kernels.packed import Packed
 
@@ -115,13 +114,12 @@ def convert(
 
 def _write_images(destination: Path, folder: Path, dtype: np.dtype, adapter: str | os.PathLike[str] | None, hub: Hub) -> None:
     """Writes the image tower of the target in `folder`, if it has one, with what says how images are prepared. Warns of one that cannot be
-    read, or that an adapter would change, and leaves it out."""
+    read, and leaves it out."""
     if not Images.is_in(folder):
         return
     try:
-        if adapter is not None:
-            refuse_tower(read_adapter(adapter, hub), os.fspath(adapter))
-        images = Images.load(folder, dtype, SOFT_TOKENS[0])  # any number: weights are those of all
+        images = Images.read(folder, dtype, SOFT_TOKENS[0])  # any number: weights are those of all
+        images = images.with_weights(folder, {} if adapter is None else images.changes(read_adapter(adapter, hub)))
     except ValueError as error:
         warnings.warn(f"the converted checkpoint has no image tower: {error}", UserWarning, stacklevel=4)
         return

@@ -35,7 +35,7 @@ from jaxspec.targets import abstract_target, eos_token_ids, load_target, max_len
 from jaxspec.targets import read_target as read_target  # for those who write their own loop
 from jaxspec.text import load_tokenizer
 from jaxspec.vision import Images
-from jaxspec.vision.images import check_pillow, refuse_tower
+from jaxspec.vision.images import check_pillow
 from pallas_kernels import dialect, lm_head
 
 MAX_SLOTS = 8  # where a device does not say how much memory it has
@@ -210,13 +210,12 @@ def load(
     shards = placement.shards
     wanted = None if max_slots is None else -(-max_slots // shards)
     longest = count if grown is None else max(count, grown.depth)
-    tower = None
+    tower, adapted = None, {}
     if images:
         assert pair.folder is not None
         check_pillow()
         tower = Images.read(pair.folder, pair.dtype, None if images is True else images)
-        if adapter is not None:
-            refuse_tower(read_adapter(adapter, hub), os.fspath(adapter))
+        adapted = {} if adapter is None else tower.changes(read_adapter(adapter, hub))
     image_rows = 0 if tower is None else tower.max_soft_tokens
     sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
     sizes["image_rows"] = image_rows
@@ -267,7 +266,7 @@ def load(
         placement=placement,
         name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
         origin=Origin(loaded, pair.drafter_folder, config),
-        images=None if tower is None else tower.with_weights(folder),
+        images=None if tower is None else tower.with_weights(folder, adapted),
     )
     if learning is not None:
         try:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,10 @@ class Adapter:
         that match no weight or are no whole pair, matrices that were to be adapted and are not there, other ranks and shapes.
         """
         return _Matching(self, tree, prefixes, unread).changes()
+
+    def of(self, part: Callable[[str], bool]) -> Adapter:
+        """The tensors of an adapter that this says are wanted, by their keys."""
+        return dataclasses.replace(self, tensors={key: tensor for key, tensor in self.tensors.items() if part(key)})
 
 
 def read_adapter(name: str | os.PathLike[str], hub: Hub) -> Adapter:

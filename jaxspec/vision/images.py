@@ -13,8 +13,9 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import checkpoint
+from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import CONVERTED, IMAGES
 from jaxspec.checkpoint.load import QUANTISED
 from jaxspec.checkpoint.peft import Adapter
@@ -174,15 +176,6 @@ def _found(data: Any) -> Iterator[Any]:
             yield found
 
 
-def refuse_tower(adapter: Adapter, name: str) -> None:
-    """Raises ValueError for an adapter that changes a tower."""
-    if part := next(filter(is_part, adapter.tensors), None):
-        raise ValueError(
-            f"the adapter {name!r} changes the image tower ({part}), which is read as the checkpoint has it; expected images=False, or a "
-            "checkpoint that PEFT's merge_and_unload made"
-        )
-
-
 def _home(folder: Path) -> Path:
     """Where a checkpoint has its tower. Raises ValueError for a converted one without."""
     if not (folder / CONVERTED).exists():
@@ -234,9 +227,14 @@ class Images:
         family = gemma4_tower if isinstance(config.tower, TowerConfig) else unified_embedder
         return cls(config, preprocessing, family.abstract(config, dtype))
 
-    def with_weights(self, folder: Path) -> Images:
-        """The same with the tower's weights on the default device. Raises ValueError that names what is missing or not served: a quantised
-        tower, tensors that are missing or of another shape."""
+    def changes(self, adapter: Adapter) -> dict[str, Change]:
+        """What an adapter makes of the tower's weights, to be given to `with_weights`. Raises ValueError for one that does not fit."""
+        own = adapter.of(is_part)
+        return own.changes(self.tower, ("model.",), ()) if own.tensors else {}
+
+    def with_weights(self, folder: Path, changes: Mapping[str, Change] = MappingProxyType({})) -> Images:
+        """The same with the tower's weights on the default device. changes: those of an adapter. Raises ValueError that names what is
+        missing or not served: a quantised tower, tensors that are missing or of another shape."""
         folder = _home(Path(folder))
         stored = checkpoint.read_headers(folder)
         found = {key: match[1] for key in stored if (match := TOWER.match(key))}
@@ -252,6 +250,7 @@ class Images:
             self.tower,
             prefixes=tuple(dict.fromkeys(found.values())),
             skip=[key for key in stored if key not in found],
+            changes=changes,
             progress=False,
         )
         return Images(self.config, self.preprocessing, tower)

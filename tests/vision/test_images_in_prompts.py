@@ -1,9 +1,11 @@
 """Images in prompts against transformers, in float32, from a saved checkpoint over the tower to the last token."""
 
+import copy
 import functools
 import json
 import shutil
 
+import adapters
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -13,7 +15,6 @@ import torch
 import transformers
 import vision_oracle
 from PIL import Image
-from safetensors.numpy import save_file
 from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
 
 import jaxspec
@@ -182,19 +183,18 @@ def test_a_batch_of_messages_with_images(tmp_path):
     assert "load with images=True, or with --images" in json.loads((tmp_path / "text.errors.jsonl").read_text())["error"]
 
 
-def test_an_adapter_that_changes_the_tower_is_refused(tmp_path):
-    """It would be left out."""
-    keys = ("language_model.layers.0.self_attn.q_proj", "vision_tower.encoder.layers.0.self_attn.q_proj.linear")
-    tensors = {
-        f"base_model.model.model.{key}.lora_{side}.weight": np.ones((2, 32) if side == "A" else (32, 2), np.float32)
-        for key in keys
-        for side in "AB"
-    }
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["layers.0.self_attn.q_proj", "linear"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="adapter .* changes the image tower .*vision_tower.*; expected images=False"):
-        jaxspec.load(saved("plain")[1], adapter=tmp_path, images=70)
+def test_an_adapter_of_the_tower_is_merged(tmp_path):
+    """As PEFT merges it, with the text model's and in a conversion."""
+    image, modules = picture(1, (30, 50)), r".*\.linear|.*embedding_projection|.*language_model.*\.q_proj"
+    made = adapters.adapted(copy.deepcopy(saved("plain")[0]), tmp_path, target_modules=modules, r=2, lora_alpha=16)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.POCKET / name, made.target / name)
+    before, wanted = (np.asarray(Images.load(folder, jnp.float32, 70).rows(image)) for folder in (made.target, made.merged))
+    assert np.abs(before - wanted).max() > 0.1 * np.abs(wanted).max()
+    llm = jaxspec.load(made.target, adapter=made.adapter, images=70, max_len=128, max_slots=1, progress=False)
+    np.testing.assert_allclose(llm._pictures.tower.rows(image), wanted, atol=1e-4, rtol=1e-4)
+    converted = jaxspec.convert(made.target, tmp_path / "converted", adapter=made.adapter, progress=False)
+    np.testing.assert_allclose(Images.load(converted, jnp.float32, 70).rows(image), wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["plain", "unified"])
