@@ -4,6 +4,8 @@ drawn by them."""
 import contextlib
 import dataclasses
 import functools
+import itertools
+import random
 import threading
 
 import jax
@@ -38,7 +40,7 @@ CONFIG = {
 OPENING, IMAGE, CLOSING = 61, 62, 63
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Drawn:
     """What stands for an image. It has as many rows as it says."""
 
@@ -96,7 +98,7 @@ def llm_of(drafter, pages=None, slots=3, tower=True):
 
 def asked(*parts):
     """A prompt of token ids and images, one after the other."""
-    ids = [i for part in parts for i in ([IMAGE] if isinstance(part, Drawn) else part)]
+    ids = [int(i) for part in parts for i in ([IMAGE] if isinstance(part, Drawn) else part)]
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": [part for part in parts if isinstance(part, Drawn)]}}
 
 
@@ -317,3 +319,68 @@ def test_log_probabilities_of_what_follows_an_image():
     found = llm_of(NGram).generate(asked(*PROMPTS[0]), GREEDY.replace(logprobs=2))[0]
     assert found.token_ids == answers()[0].token_ids
     assert [row[token].rank for token, row in zip(found.token_ids, found.logprobs, strict=True)] == [1] * 9
+
+
+def random_parts(rng):
+    """Text and images in any places, often with beginnings that other prompts have: up to before an image, or behind it."""
+    images = [Drawn(i, count) for i, count in enumerate((1, MOST, 5, 3), 100)]
+    stems = [[WORDS[0], images[0], WORDS[1], images[1], WORDS[1]], [images[1], images[2], WORDS[4]], [WORDS[1], images[3], images[3]]]
+    while True:
+        stem = rng.choice(stems)
+        parts = stem[: rng.randint(0, len(stem))]
+        for _ in range(rng.choice((0, 1, 2, 3))):
+            image = rng.choice(images) if rng.random() < 0.5 else Drawn(rng.randint(1, 10**6), rng.randint(1, MOST))
+            parts = [*parts, image if rng.random() < 0.4 else rng.choice(WORDS)]
+        if parts and sum(part.size + 2 if isinstance(part, Drawn) else len(part) for part in parts) < 75:
+            return parts
+
+
+def random_calls(llm, seed, calls):
+    """Calls of several sorts, whose requests all get what they get alone without drafts."""
+    rng, known = random.Random(seed), {}
+
+    def alone(prompt, params):
+        key = repr((prompt, params))
+        if key not in known:
+            known[key] = llm_of(NoDraft).generate(asked(*prompt), params)[0]
+        return known[key]
+
+    def request():
+        prompt = tuple(tuple(part) if isinstance(part, list) else part for part in random_parts(rng))
+        params = SamplingParams(max_tokens=rng.choice((1, 4, 9, 16)), seed=rng.randint(0, 3), temperature=rng.choice((0.0, 1.0)))
+        return prompt, params.replace(n=rng.choice((2, 3))) if params.temperature and rng.random() < 0.3 else params
+
+    def check(found, prompt, params):
+        expected = alone(prompt, params.replace(n=1, seed=params.seed + found.index))
+        assert (found.token_ids, found.finish_reason, found.error) == (expected.token_ids, expected.finish_reason, None)
+
+    for _ in range(calls):
+        some = [request() for _ in range(rng.choice((1, 2, 3, 6)))]
+        items = [(asked(*prompt), params) for prompt, params in some]
+        kind = rng.choice(("generate", "as_completed", "stream"))
+        if kind == "generate":
+            for found in llm.generate([prompt for prompt, _ in items], [params for _, params in items]):
+                check(found, *some[found.prompt_index])
+        elif kind == "as_completed":
+            with contextlib.closing(llm.as_completed(items)) as answers:
+                for found in itertools.islice(answers, rng.choice((1, 2, 100))):
+                    check(found, *some[found.prompt_index])
+        else:
+            prompt, params = some[0][0], some[0][1].replace(n=1)
+            with contextlib.closing(llm.stream(asked(*prompt), params, steps=2)) as stream:
+                chunks = list(itertools.islice(stream, rng.choice((1, 100))))
+            if chunks[-1].completion is not None:
+                check(chunks[-1].completion, prompt, params)
+    assert llm.free_slots == llm.max_slots
+
+
+@pytest.mark.parametrize("pages", [pytest.param(None, marks=pytest.mark.slow), 26])
+def test_calls_of_every_sort_give_what_each_request_gets_alone(pages):
+    random_calls(llm_of(NGram, pages), 0, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [None, 26])
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_calls_of_every_sort_give_what_each_request_gets_alone_more(pages, seed):
+    random_calls(llm_of(NGram, pages), seed, 60)
