@@ -91,7 +91,9 @@ def same(answer, wanted):
 def masks_of_the_12b(monkeypatch):
     """The 12B's own, which transformers 5.24 takes in some calls only: in others images see themselves whole in full layers too, and past
     the window (transformers issue 46711, mended for the other members)."""
-    made = unified.create_masks_for_generate
+    made = getattr(unified, "create_masks_for_generate", None)
+    if made is None:  # a later release that makes them in another way
+        return
 
     def masks(*args, block_sequence_ids=None, **kwargs):
         if block_sequence_ids is None:
