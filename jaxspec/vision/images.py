@@ -37,6 +37,7 @@ from jaxspec.vision.preprocessing import Preprocessing, read_preprocessing
 AHEAD = 8  # images whose rows are on their way into prompts
 KEPT = 16  # images whose rows are kept, on the device
 ORIENTATION = 0x0112  # the EXIF tag that says how an image is turned
+READING = threading.Lock()  # prompts may share a Pillow image, whose file is read when it is first used and by one thread at a time
 TIMEOUT = 60.0  # seconds without an answer from a server
 SHOWN = 200  # characters of a text, in an error
 EXPECTED = (
@@ -95,7 +96,7 @@ def opened(image: Any) -> Any:
     from PIL import ImageOps
 
     source = image if isinstance(image, Source) else source_of(image)
-    with _explained(source.name), _found(source.data) as found:
+    with _explained(source.name), _found(source.data) as found, READING if found is source.data else contextlib.nullcontext():
         turned = ImageOps.exif_transpose(found) if found.getexif().get(ORIENTATION, 1) != 1 else found
         turned.load()  # a file is read now
         return turned if turned.mode == "RGB" else turned.convert("RGB")

@@ -81,6 +81,17 @@ def test_an_image_is_opened_from_whatever_it_comes_as(file, server):
         np.testing.assert_array_equal(np.asarray(found), PIXELS)
 
 
+def test_threads_read_one_pillow_image():
+    """As prompts that share it do; its file is read when the first of them needs it."""
+    data = encoded(Image.fromarray(np.tile(PIXELS, (40, 40, 1))), "JPEG")
+    expected = np.asarray(opened(data))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            shared = Image.open(io.BytesIO(data))
+            for found in pool.map(opened, [shared] * 4):
+                np.testing.assert_array_equal(np.asarray(found), expected)
+
+
 def test_an_image_is_turned_and_converted_as_transformers_does_it(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
