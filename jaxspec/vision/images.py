@@ -56,7 +56,7 @@ def is_part(key: str) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Source:
     """An image that is known to be one, as far as its beginning tells. name: what an error calls it. data: a PIL image, an array, the bytes
-    of a file, or a path. width, height: after it is turned as its EXIF data say."""
+    of a file, or a path. width, height: before it is turned as its EXIF data say, which makes no difference to how many rows it has."""
 
     name: str
     data: Any
@@ -82,9 +82,7 @@ def source_of(image: Any) -> Source:
     with _explained(name):
         data = _data(image)
         with _found(data) as found:
-            width, height = found.size
-            if found.getexif().get(ORIENTATION, 1) >= 5:  # by a quarter
-                width, height = height, width
+            width, height = found.size  # EXIF data would be another matter: they may lie behind the pixels
         if not width or not height:
             raise ValueError(f"it has {width} x {height} pixels")
     return Source(name, data, width, height)

@@ -58,7 +58,7 @@ class Preprocessing:
         return columns * side, rows * side
 
     def count(self, width: int, height: int) -> int:
-        """The soft tokens of an image of this size."""
+        """The soft tokens of an image of this size, or of one that is turned by a quarter."""
         return math.prod(self.size(width, height)) // (self.pool * self.patch) ** 2
 
     def resized(self, image: Any) -> np.ndarray:

@@ -81,6 +81,19 @@ def test_an_image_is_opened_from_whatever_it_comes_as(file, server):
         np.testing.assert_array_equal(np.asarray(found), PIXELS)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_file_is_looked_at_and_decoded_later(kind):
+    """The pixels are not needed for the number of rows, nor are EXIF data, which a PNG may have behind them."""
+    image, exif = Image.fromarray(np.tile(PIXELS, (10, 20, 1))), Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    data, turned = encoded(image, kind), encoded(image, kind, exif=exif)
+    looked_at = images.source_of(data[: len(data) * 3 // 4])
+    with pytest.raises(ValueError, match="bytes cannot be read as an image: "):
+        opened(looked_at)
+    assert (opened(data).size, opened(turned).size) == ((280, 100), (100, 280))
+    assert loaded().count(turned) == loaded().count(looked_at) == loaded().preprocessing.count(100, 280)
+
+
 def test_threads_read_one_pillow_image():
     """As prompts that share it do; its file is read when the first of them needs it."""
     data = encoded(Image.fromarray(np.tile(PIXELS, (40, 40, 1))), "JPEG")
