@@ -47,7 +47,7 @@ class Request:
     index: int = 0  # which of the prompt's n samples it is
     prompt_index: int = 0  # which of the call's prompts it belongs to
     keep: int = 0  # how many tokens of its prompt the next turn of its conversation begins with; 0 where none is to come
-    pictures: tuple[Picture, ...] = ()  # the images of its prompt, in order
+    pictures: tuple[Picture, ...] = ()  # the images of its prompt, in order, until it has a completion
 
     # Where it is. The host gives it a slot, and calls on the device report what became of it.
     slot: int = -1  # -1 while it has none

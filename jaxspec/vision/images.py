@@ -82,7 +82,7 @@ def source_of(image: Any) -> Source:
     with _explained(name):
         data = _data(image)
         with _found(data) as found:
-            width, height = found.size  # EXIF data would be another matter: they may lie behind the pixels
+            width, height = found.size  # not of its EXIF data, which may lie behind the pixels
         if not width or not height:
             raise ValueError(f"it has {width} x {height} pixels")
     return Source(name, data, width, height)

@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,25 @@ def test_an_image_of_one_prompt_is_computed_once(monkeypatch):
     prompts = [asked(WORDS[0], Drawn(200 + i), Drawn(300 + i, 9), WORDS[2], Drawn(400 + i)) for i in range(6)]
     llm.generate(prompts, GREEDY)
     assert sorted(computed) == [first + i for first in (200, 300, 400) for i in range(6)]
+
+
+def test_what_was_decoded_is_forgotten_once_it_is_used(monkeypatch):
+    """A call of many prompts does not keep the pixels of all until its end."""
+    llm, decoded, held, rows = llm_of(NGram), [], [], Tower.rows
+
+    def prepared(self, image):
+        made = dataclasses.replace(image)
+        decoded.append(weakref.ref(made))
+        return made
+
+    def counted(self, image):
+        held.append(sum(made() is not None for made in decoded))
+        return rows(self, image)
+
+    monkeypatch.setattr(Tower, "prepared", prepared)
+    monkeypatch.setattr(Tower, "rows", counted)
+    llm.generate([asked(WORDS[1], Drawn(500 + i)) for i in range(30)], GREEDY)
+    assert len(decoded) == 30 and max(held) <= 12
 
 
 def test_samples_of_a_prompt_with_an_image():
