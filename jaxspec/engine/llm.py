@@ -439,7 +439,7 @@ class LLM:
     def chat_prompt(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from. An image is one token there; in the
         `prompt_token_ids` of a completion it has all of its own."""
-        images = self._pictures is not None
+        images = self.settings.image_rows > 0
         return self.tokenizer.conversation(taken_out(messages)[0] if images else messages, template, enable_thinking, images)
 
     def chat_input(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> Prompt:
@@ -455,7 +455,7 @@ class LLM:
         template opens the model's turn with what it leaves out of a history, such as an empty thought."""
         ids = self.chat_prompt(messages, enable_thinking=enable_thinking, **template)
         shown: dict[str, Any] = {"prompt_token_ids": ids, "prompt": self.tokenizer.decode(ids, special=True)}
-        if self._pictures is not None:
+        if self.settings.image_rows:
             shown["multi_modal_data"] = {"image": taken_out(messages)[1]}
         if not template.get("add_generation_prompt", True):
             return shown, len(ids)

@@ -163,8 +163,14 @@ def test_what_cannot_be_read_is_refused_at_the_door(tmp_path):
             jaxspec.load(saved("plain")[1], images=images)
     with pytest.raises(ValueError, match="has no image tower"):
         jaxspec.load("pocket", images=True)
+    shown = [{"role": "user", "content": [{"type": "image", "image": picture(3, (40, 40))}]}]
     with pytest.raises(ValueError, match="message 0 holds content of type 'image'; only text can be read; .*images=True"):
-        jaxspec.load(saved("plain")[1], max_len=64, progress=False).chat([{"role": "user", "content": [{"type": "image", "image": 1}]}])
+        jaxspec.load(saved("plain")[1], max_len=64, progress=False).chat(shown)
+    with jaxspec.load(saved("plain")[1], max_len=96, images=70, progress=False) as closed:
+        pass
+    for ask_again in (closed.chat, closed.stream_chat):
+        with pytest.raises(RuntimeError, match="is closed; load it again"):
+            ask_again(shown)
 
 
 def test_a_batch_of_messages_with_images(tmp_path):
