@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxspec import checkpoint, checks, drafters, targets
 from jaxspec.checkpoint import fused
-from jaxspec.checkpoint.files import CONVERTED, DRAFTER, IMAGES, INDEX_FILE, lock
+from jaxspec.checkpoint.files import CONVERTED, DRAFTER, IMAGES, INDEX_FILE, PREPROCESSOR, PROCESSOR, lock
 from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
@@ -38,7 +38,7 @@ from jaxspec.sharding.placement import placement_of
 from jaxspec.text import check_files
 from jaxspec.trees import leaves_by_path
 from jaxspec.vision import Images
-from jaxspec.vision.preprocessing import FILES, SOFT_TOKENS
+from jaxspec.vision.preprocessing import SOFT_TOKENS
 from pallas_kernels.packed import Packed
 
 LOCK = ".lock"  # in a folder that is being written
@@ -125,7 +125,7 @@ def _write_images(destination: Path, folder: Path, dtype: np.dtype, adapter: str
         return
     source = folder / IMAGES if (folder / CONVERTED).exists() else folder
     checkpoint.save_weights(destination, images.tower, checkpoint.read_config(source), prefix="model.")
-    for name in FILES:
+    for name in (PROCESSOR, PREPROCESSOR):
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
 

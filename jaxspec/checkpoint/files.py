@@ -15,6 +15,7 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
 DRAFTER = "drafter"  # the folder in it of a drafter that was converted with its target
 IMAGES = "images"  # and that of the target's image tower, in the layout of a release
+PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"  # either may say how images are prepared
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 SUFFIX = ".safetensors"

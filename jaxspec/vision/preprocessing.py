@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.files import read_json
+from jaxspec.checkpoint.files import PREPROCESSOR, PROCESSOR, read_json
 from jaxspec.checks import integer, number
 from jaxspec.vision.config import VisionConfig
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)  # what max_soft_tokens may be
 BICUBIC = 3  # Pillow's number for it
-FILES = ("processor_config.json", "preprocessor_config.json")  # that may say how images are prepared
 IDENTITY = {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
 
 
@@ -112,10 +111,10 @@ def read_preprocessing(folder: Path, config: VisionConfig, max_soft_tokens: int 
 
 def _settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
     """The image processor's settings and the name of the file that has them; nothing where no file does."""
-    for name in FILES:
+    for name in (PROCESSOR, PREPROCESSOR):
         if (folder / name).exists():
             found = read_json(folder / name)
-            found = found.get("image_processor") if name == FILES[0] else found
+            found = found.get("image_processor") if name == PROCESSOR else found
             if isinstance(found, Mapping):
                 return name, found
-    return FILES[0], {}
+    return PROCESSOR, {}

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import adapters
+import huggingface_hub
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -171,6 +172,21 @@ def test_what_cannot_be_read_is_refused_at_the_door(tmp_path):
     for ask_again in (closed.chat, closed.stream_chat):
         with pytest.raises(RuntimeError, match="is closed; load it again"):
             ask_again(shown)
+
+
+def test_what_a_model_of_the_hub_says_of_images_is_downloaded(tmp_path, monkeypatch):
+    """With the configs, since memory is planned before weights are there."""
+
+    def download(name, *, allow_patterns, **_):
+        for path in saved("plain")[1].iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copy(path, tmp_path)
+        if any(pattern in ("processor_config.json", "*.json") for pattern in allow_patterns):
+            (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"max_soft_tokens": 70}}))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert jaxspec.load("someone/model", images=True, max_len=64, progress=False).settings.image_rows == 70
 
 
 def test_a_batch_of_messages_with_images(tmp_path):
