@@ -17,6 +17,7 @@ from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_ot
 from jaxspec.batch.lines import LineReader, derived_seed
 from jaxspec.checks import integer, type_name
 from jaxspec.engine.completion import Completion
+from jaxspec.engine.llm import Prompt
 from jaxspec.engine.params import MAX_SEED, SamplingParams
 from jaxspec.foreign_names import HERE, NEEDLESS, answer
 from jaxspec.interrupts import heeded
@@ -42,7 +43,8 @@ class Generator:
     seed: each row has its own, from `seed` and its id alone, so that its text does not depend on worker, batch or order.
 
     prompt_column: the column of prompts, texts or lists of token ids. messages_column: the column of conversations, in its place.
-    id_column: the column of ids, texts or integers; without one, a row's prompt stands for its id, and equal prompts get equal texts.
+    id_column: the column of ids, texts or integers; without one, a row's prompt stands for its id, and equal prompts get equal texts; then
+    images are given by path or URL.
     enable_thinking: for the chat template of messages. output_prefix: what the names of new columns begin with.
 
     Several threads may call it. Their rows share the device, so that two calls at a time keep it full while one of them ends. A pickled
@@ -187,12 +189,16 @@ class Generator:
                 self._serving = True
         return made
 
-    def _request(self, asked: Any, *name: Any) -> tuple[list[int], SamplingParams]:
+    def _request(self, asked: Any, *name: Any) -> tuple[Prompt, SamplingParams]:
         """The prompt and the params of a row. name: its id, if there is a column of ids."""
         if asked is None:
             raise ValueError(f"the column {self._column!r} has no value here")
         line = self._reader.read(1, {self._key: asked, **({"id": name[0]} if name else {})})
-        seed = line.seed if name else derived_seed(self._seed, asked)
+        try:
+            seed = line.seed if name else derived_seed(self._seed, asked)
+        except TypeError as error:
+            what = f"the row's {self._key} cannot stand for its id: {error}"
+            raise TypeError(f"{what}; name an id_column, or give images by path or URL") from error
         return line.prompt, dataclasses.replace(line.params, seed=seed)
 
     def _serve(self) -> None:
@@ -272,10 +278,10 @@ class _Row:
 
     batch: _Batch
     at: int  # its place in the batch
-    prompt: list[int]
+    prompt: Prompt
     params: SamplingParams
 
-    def request(self) -> tuple[list[int], SamplingParams]:
+    def request(self) -> tuple[Prompt, SamplingParams]:
         return self.prompt, self.params
 
 
@@ -371,9 +377,11 @@ def _id(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A cell as JSON would have it, without the arrays and missing values that tables make of it."""
+    """A cell as JSON would have it, without the arrays and missing values that tables make of it, but with its images."""
     if type(value).__name__ in MISSING:
         return None
+    if isinstance(value, np.ndarray) and value.ndim == 3:  # an image
+        return value
     if isinstance(value, np.ndarray | list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):

@@ -53,6 +53,7 @@ from jaxspec.checkpoint.files import lock, writing
 from jaxspec.checks import expanded, integer, type_name
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.learn import Learning
+from jaxspec.engine.llm import Prompt
 from jaxspec.engine.params import MAX_SEED, SamplingParams
 from jaxspec.interrupts import heeded
 from jaxspec.learning.settings import Learn, learn_of
@@ -386,7 +387,7 @@ class BatchJob:
 _Asked = tuple[Line, int]  # a line, and the index of one of its samples
 
 
-def _request(asked: _Asked) -> tuple[list[int], SamplingParams]:
+def _request(asked: _Asked) -> tuple[Prompt, SamplingParams]:
     line, sample = asked
     return line.prompt, dataclasses.replace(line.params, n=1, seed=(line.seed + sample) % MAX_SEED)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxspec.batch import openai
 from jaxspec.engine.completion import Completion
+from jaxspec.engine.llm import Prompt
 from jaxspec.engine.params import SamplingParams
 
 LINE_KEYS = ("id", "prompt", "messages", "params")
@@ -25,7 +26,7 @@ class Line:
 
     number: int  # from 1
     name: str | int  # its id
-    prompt: list[int]  # token ids
+    prompt: Prompt  # token ids, with the images of messages that have any
     params: SamplingParams
     seed: int  # of its first sample; sample i has seed + i
     digest: int  # of what it asks for: see `digest_of_request`

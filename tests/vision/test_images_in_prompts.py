@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 import shutil
 
 import adapters
@@ -205,6 +206,23 @@ def test_a_batch_of_messages_with_images(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(lines[0]) + "\n")
     assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "text.jsonl"), *options[:2], "--max-len", "64"]) == 1
     assert "load with images=True, or with --images" in json.loads((tmp_path / "text.errors.jsonl").read_text())["error"]
+
+
+def test_rows_of_a_generator_with_images(tmp_path):
+    image = picture(3, (40, 40))
+    image.save(tmp_path / "image.png")
+    forms = str(tmp_path / "image.png"), image, np.asarray(image), (tmp_path / "image.png").read_bytes()
+    rows = [{"id": i, "messages": [{"role": "user", "content": [{"type": "image", "image": form}]}]} for i, form in enumerate(forms)]
+    settings = {"num_draft_tokens": 3, "max_len": 256, "max_slots": 2, "images": 70, "messages_column": "messages"}
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with jaxspec.Generator(saved("plain")[1], "ngram", sampling_params=params, id_column="id", **settings) as generator:
+        named = generator.rows(rows)
+    with jaxspec.Generator(saved("plain")[1], "ngram", sampling_params=params, **settings) as generator:
+        unnamed = generator.rows(rows)
+    expected = loaded("plain").chat(rows[0]["messages"], params).text
+    assert [(row["text"], row["error"]) for row in (*named, unnamed[0])] == [(expected, None)] * 5
+    for row in unnamed[1:]:
+        assert re.fullmatch("the row's messages cannot stand for its id: .*; name an id_column, or give .* by path or URL", row["error"])
 
 
 def test_an_adapter_of_the_tower_is_merged(tmp_path):
