@@ -107,9 +107,11 @@ def _explained(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: Pillow's, for broken files
+    except MemoryError:
+        raise
+    except Exception as error:  # of many types: Pillow's readers raise whatever they come upon in a broken file
         unknown = isinstance(error, Image.UnidentifiedImageError)  # whose text has the address of an object
-        reason = "Pillow knows no such kind of image" if unknown else error or type_name(error)
+        reason = "Pillow knows no such kind of image" if unknown else str(error) or type_name(error)
         raise ValueError(f"{name} cannot be read as an image: {reason}; {EXPECTED}") from error
 
 

@@ -33,6 +33,12 @@ DATA = encoded(Image.fromarray(PIXELS))
 URL = "data:image/png;base64," + base64.b64encode(DATA).decode()
 
 
+def closed() -> Image.Image:
+    """A Pillow image whose file is closed before it is read."""
+    with Image.open(io.BytesIO(DATA)) as image:
+        return image
+
+
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "picture.png"
@@ -134,6 +140,8 @@ def test_an_image_is_turned_and_converted_as_transformers_does_it(tmp_path):
         ("no\0file", "'no.+file' cannot be read"),
         ("data:image/png;base64,????", r"'data:image/png;base64,\?{4}' cannot be read"),
         ("data:image/png,abc", "the data of a data: URL must be in base64"),
+        ("http://127.0.0.1/no picture.png", "'http://127.0.0.1/no picture.png' cannot be read as an image: URL can't contain"),
+        (closed(), r"a PIL image of mode 'RGB' cannot be read as an image: \w+"),
         (URL[:400], r"'data:image/png;base64,.{178}\.\.\.' cannot be read"),
     ],
 )
