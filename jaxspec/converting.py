@@ -64,13 +64,14 @@ def convert(
 ) -> Path:
     """Writes a target, and a drafter for it, as a converted checkpoint, and returns its folder.
 
-    source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint
-    under any name that `load` takes, "same" too; it goes to the folder `drafter` in the destination. dtype: of the float weights,
-    "float32" or "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the
-    target's float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the
-    token embedding, as `load` does. quantize_drafter: quantises the drafter, as `load` does. mesh: the devices that hold the weights
-    during the conversion; None is the default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's
-    weights, as `load` does, which are then written without it. revision, token, cache_dir, local_files_only: as for `load`.
+    source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint under
+    any name that `load` takes, "same" too; it goes to the folder `drafter` in the destination. The target's image tower goes to the folder
+    `images`, in float; a warning says why one is left out that cannot be read. dtype: of the float weights, "float32" or "bfloat16"; "auto"
+    is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the target's float weights as `load`
+    does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the token embedding, as `load` does.
+    quantize_drafter: quantises the drafter, as `load` does. mesh: the devices that hold the weights during the conversion; None is the
+    default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's weights, as `load` does, which are
+    then written without it. revision, token, cache_dir, local_files_only: as for `load`.
 
     Raises FileExistsError if the destination has any content, NotADirectoryError if it is to lie in a file, ValueError or
     FileNotFoundError for a source that `load` would refuse, ValueError if several processes convert together, while another conversion

@@ -166,10 +166,10 @@ def load(
     checkpoint says, 280 as a rule). Then the checkpoint's image tower is read beside the text model, in the same dtype, and prompts of
     `generate` and `chat` may hold images. It needs Pillow.
 
-    Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for
-    a checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, activations that are to be
-    and whose weights are not in fp8, a drafter or an adapter that does not fit, a setting out of range. An argument that vLLM or
-    transformers has is answered with its name here.
+    Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for a
+    checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, activations that are to be and
+    whose weights are not in fp8, a drafter or an adapter that does not fit, a setting out of range; ImportError for images without Pillow.
+    An argument that vLLM or transformers has is answered with its name here.
     """
     path("target", target, "a hub id, a folder or a bundled name")
     if adapter is not None:

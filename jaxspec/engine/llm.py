@@ -447,7 +447,7 @@ class LLM:
         ids = self.chat_prompt(messages, enable_thinking=enable_thinking, **template)
         if self._pictures is None:
             return ids
-        images = [self._pictures.tower.opened(image) for image in taken_out(messages)[1]]  # so that a URL is fetched once
+        images = [self._pictures.tower.source(image) for image in taken_out(messages)[1]]  # so that a URL is fetched once
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}} if images else ids
 
     def _conversation(self, messages: Messages, enable_thinking: bool, template: TemplateOptions) -> tuple[Prompt, int]:

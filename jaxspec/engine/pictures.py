@@ -26,12 +26,13 @@ class ImageTower(Protocol):
         """The token that stands for such a row."""
         ...
 
-    def opened(self, image: Any) -> Any:
-        """Looks at an image. Raises TypeError or ValueError for what is none, as far as its beginning tells."""
+    def source(self, image: Any) -> Any:
+        """Looks at an image; one that was looked at stays as it is. Raises TypeError or ValueError for what is none, as far as its
+        beginning tells."""
         ...
 
     def count(self, image: Any) -> int:
-        """How many rows an opened image has."""
+        """How many rows an image has that was looked at."""
         ...
 
     def tokens(self, count: int) -> list[int]:
@@ -39,7 +40,7 @@ class ImageTower(Protocol):
         ...
 
     def prepared(self, image: Any) -> Any:
-        """Decodes an opened image. Its `digest` tells it from others. Raises ValueError for one that cannot be decoded."""
+        """Decodes an image that was looked at. Its `digest` tells it from others. Raises ValueError for one that cannot be decoded."""
         ...
 
     def rows(self, image: Any) -> Any:
@@ -129,7 +130,7 @@ class Pictures:
     def placed(self, ids: Sequence[int], images: Sequence[Any]) -> Placed:
         """A prompt with one image token for each image, or with all of an image's tokens, which a processor of transformers writes.
 
-        images: what `ImageTower.opened` takes. Raises TypeError or ValueError."""
+        images: what `ImageTower.source` takes. Raises TypeError or ValueError."""
         token, found, pictures, grown = self.tower.image_token_id, list[int](), list[Picture](), list[tuple[int, int]]()
         left = collections.deque(images)
         at = places = 0
@@ -142,7 +143,7 @@ class Pictures:
             if not left:
                 at += 1
                 continue
-            image = self.tower.opened(left.popleft())
+            image = self.tower.source(left.popleft())
             count = self.tower.count(image)
             opening, *middle, closing = self.tower.tokens(count)
             written = len(found) > 0 and found[-1] == opening

@@ -75,9 +75,11 @@ def source_of(image: Any) -> Source:
     """Looks at an image without decoding it; one behind a URL is fetched.
 
     image: a PIL image, a NumPy array [height, width, 3] of uint8, a path, the bytes of an image file, or a URL that begins with data:,
-    http:// or https://. Raises ImportError without Pillow, TypeError for something else, and ValueError, which names the image, for what
-    cannot be read.
+    http:// or https://; a `Source` stays as it is. Raises ImportError without Pillow, TypeError for something else, and ValueError, which
+    names the image, for what cannot be read.
     """
+    if isinstance(image, Source):
+        return image
     name = _name(image)
     with _explained(name):
         data = _data(image)
@@ -90,10 +92,10 @@ def source_of(image: Any) -> Source:
 
 def opened(image: Any) -> Any:
     """An image as a PIL image in RGB, turned as its EXIF data say, as transformers' `load_image` does it: of a transparent one, alpha is
-    dropped. image: a `Source`, or what `source_of` takes, whose errors this raises."""
+    dropped. Argument and errors are those of `source_of`."""
     from PIL import ImageOps
 
-    source = image if isinstance(image, Source) else source_of(image)
+    source = source_of(image)
     with _explained(source.name), _found(source.data) as found, READING if found is source.data else contextlib.nullcontext():
         turned = ImageOps.exif_transpose(found) if found.getexif().get(ORIENTATION, 1) != 1 else found
         turned.load()  # a file is read now
@@ -189,6 +191,8 @@ def _home(folder: Path) -> Path:
 class Images:
     """What makes rows of images: the preprocessing and the tower of a checkpoint. Threads may share it."""
 
+    source = staticmethod(source_of)
+
     def __init__(self, config: VisionConfig, preprocessing: Preprocessing, tower: Any):
         self.config = config
         self.preprocessing = preprocessing
@@ -282,14 +286,9 @@ class Images:
         scores = 0 if kernels else 2 * 4 * patches * min(patches, gemma4_tower.MOST_QUERIES)
         return found + scores + patches * (6 * tower.hidden_size + 3 * tower.intermediate_size) * size
 
-    @staticmethod
-    def opened(image: Any) -> Source:
-        """See `source_of`; a `Source` stays."""
-        return image if isinstance(image, Source) else source_of(image)
-
     def count(self, image: Any) -> int:
-        """How many rows an image has. image: a `Source`, or what `source_of` takes, whose errors this raises."""
-        source = self.opened(image)
+        """How many rows an image has. Argument and errors are those of `source_of`."""
+        source = self.source(image)
         return self.preprocessing.count(source.width, source.height)
 
     def prepared(self, image: Any) -> Prepared:

@@ -58,7 +58,7 @@ class Tower:
 
     image_token_id = IMAGE
 
-    def opened(self, image):
+    def source(self, image):
         if not isinstance(image, Drawn):
             raise TypeError(f"an image is of type {type(image).__name__}, expected a Drawn")
         return image
