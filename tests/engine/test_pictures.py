@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import threading
+import types
 import weakref
 
 import jax
@@ -19,6 +20,7 @@ from jaxspec import SamplingParams
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.buckets import Buckets
+from jaxspec.engine.learn import Learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.pictures import Pictures
 from jaxspec.engine.runner import Runner
@@ -223,6 +225,17 @@ def test_what_was_decoded_is_forgotten_once_it_is_used(monkeypatch):
     monkeypatch.setattr(Tower, "rows", counted)
     llm.generate([asked(WORDS[1], Drawn(500 + i)) for i in range(30)], GREEDY)
     assert len(decoded) == 30 and max(held) <= 12
+
+
+def test_a_drafter_that_learns_skips_texts_with_images(monkeypatch):
+    taken = []
+    learner = types.SimpleNamespace(add=lambda tokens, prompt: taken.append(prompt))
+    learning = types.SimpleNamespace(going=True, _learner=learner, between=lambda: None)
+    learning.add = functools.partial(Learning.add, learning)
+    llm = llm_of(NGram)
+    monkeypatch.setattr(llm._serving, "learning", learning)
+    llm.generate([asked(*PROMPTS[0]), {"prompt_token_ids": WORDS[1]}], GREEDY)
+    assert taken == [len(WORDS[1])]
 
 
 def test_samples_of_a_prompt_with_an_image():
