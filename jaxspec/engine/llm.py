@@ -115,7 +115,7 @@ class LLM:
         self._serving = Serving(
             self._shards, self._accounts, self._lock, tokenizer, vocab_size, lambda requests: self._needs(requests), self._check_open
         )
-        self._pictures = None if images is None else Pictures(images)
+        self._pictures = None if images is None else Pictures(images, tokenizer.token_text(images.image_token_id))
         self._seeds = random.Random(settings.seed)
         self._closed = False
 

@@ -119,10 +119,10 @@ class Placed(NamedTuple):
 
 
 class Pictures:
-    """Makes the pictures of prompts."""
+    """Makes the pictures of prompts. token: the text of the tower's image token, for errors."""
 
-    def __init__(self, tower: ImageTower):
-        self.tower = tower
+    def __init__(self, tower: ImageTower, token: str):
+        self.tower, self._token = tower, token
         # Apart, since images of several requests are decoded at once, and rows are wanted of one after the other.
         self._decoding = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="jaxspec-images")
         self._computing = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jaxspec-images")
@@ -157,7 +157,7 @@ class Pictures:
             at += taken
         if left or places != len(pictures):
             given = f"{len(images)} image{'' if len(images) == 1 else 's'}"
-            raise ValueError(f"{given} and {places} image tokens ({token}) are given; expected one for each image")
+            raise ValueError(f"{given} and {places} image tokens ({self._token}, {token}) are given; expected one for each image")
         return Placed(found, tuple(pictures), grown)
 
     def _prepared(self, image: Any) -> concurrent.futures.Future[Any]:

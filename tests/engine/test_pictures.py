@@ -262,7 +262,7 @@ def test_prompts_as_a_processor_writes_them():
     for middle in ([IMAGE], [OPENING, IMAGE, CLOSING], [OPENING, *[IMAGE] * 5, CLOSING]):
         prompt = {"prompt_token_ids": [*WORDS[0], *middle, *WORDS[1]], "multi_modal_data": {"image": image}}
         assert llm.generate(prompt, GREEDY)[0].token_ids == answers()[0].token_ids
-    placed = Pictures(Tower()).placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], [image, Drawn(2, 3)])
+    placed = Pictures(Tower(), "<image>").placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], [image, Drawn(2, 3)])
     assert placed.ids == [5, OPENING, *[IMAGE] * 5, CLOSING, 7, OPENING, *[IMAGE] * 3, CLOSING, 9]
     assert [(picture.begin, picture.end) for picture in placed.pictures] == [(2, 7), (10, 13)]
     assert [placed.length_of(n) for n in range(8)] == [0, 1, 8, 9, 10, 13, 14, 15]
@@ -272,7 +272,7 @@ def test_what_cannot_be_read_is_refused_by_name():
     llm = llm_of(NoDraft)
     ids, image = [5, IMAGE, 7], Drawn(1)
     for data, error, words in (
-        ({"image": [image, image]}, ValueError, "prompt 0: 2 images and 1 image tokens .62. are given; expected one for each image"),
+        ({"image": [image, image]}, ValueError, "prompt 0: 2 images and 1 image tokens .*, 62. are given; expected one for each image"),
         ({"image": "cat.png"}, TypeError, "prompt 0: an image is of type str"),
         ({"audio": [1.0]}, ValueError, "'multi_modal_data' of prompt 0 has 'audio'; only images can be read"),
         ([image], TypeError, "'multi_modal_data' of prompt 0 is of type list, expected a dict with 'image'"),

@@ -157,6 +157,8 @@ def test_what_cannot_be_read_is_refused_at_the_door(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             llm.chat([{"role": "user", "content": [part, ask]}])
+    with pytest.raises(ValueError, match="prompt 0: 1 image and 0 image tokens .<unused5>, 5. are given; expected one for each image"):
+        llm.generate({"prompt": "<image>?", "multi_modal_data": {"image": picture(3, (40, 40))}})
     for images, error, words in (
         (100, ValueError, "max_soft_tokens is 100; expected one of 70, 140"),
         ("yes", TypeError, "images is 'yes' of type str, expected an integer"),
