@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ TIMEOUT = 60.0  # seconds without an answer from a server
 SHOWN = 200  # characters of a text, in an error
 EXPECTED = (
     "expected a PIL image, a NumPy array [height, width, 3] of uint8, the path or the bytes of an image file, or a URL that begins with "
-    "data:, http:// or https://"
+    "data:, file://, http:// or https://"
 )
 # The first module of a tower's tensor, after what may stand before it, such as "model.".
 TOWER = re.compile(r"^((?:\w+\.)*?)(?:vision_tower|vision_embedder|embed_vision)\.")
@@ -75,8 +76,8 @@ def source_of(image: Any) -> Source:
     """Looks at an image without decoding it; one behind a URL is fetched.
 
     image: a PIL image, a NumPy array [height, width, 3] of uint8, a path, the bytes of an image file, or a URL that begins with data:,
-    http:// or https://; a `Source` stays as it is. Raises ImportError without Pillow, TypeError for something else, and ValueError, which
-    names the image, for what cannot be read.
+    file://, http:// or https://; a `Source` stays as it is. Raises ImportError without Pillow, TypeError for something else, and
+    ValueError, which names the image, for what cannot be read.
     """
     if isinstance(image, Source):
         return image
@@ -162,7 +163,9 @@ def _data(image: Any) -> Any:
         if not head.endswith(";base64"):
             raise ValueError("the data of a data: URL must be in base64, after 'data:image/png;base64,'")
         return base64.b64decode("".join(data.split()), validate=True)
-    return text
+    if text.startswith("file://"):
+        return urllib.request.url2pathname(urllib.parse.urlsplit(text).path)
+    return os.path.expanduser(text)
 
 
 @contextlib.contextmanager

@@ -69,12 +69,15 @@ def server():
         thread.join()
 
 
-def test_an_image_is_opened_from_whatever_it_comes_as(file, server):
+def test_an_image_is_opened_from_whatever_it_comes_as(file, server, monkeypatch):
+    monkeypatch.setenv("HOME", str(file.parent))
     for image in (
         Image.fromarray(PIXELS),
         PIXELS,
         file,
         str(file),
+        file.as_uri(),
+        f"~/{file.name}",
         DATA,
         bytearray(DATA),
         memoryview(DATA),
