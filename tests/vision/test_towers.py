@@ -10,6 +10,7 @@ import pytest
 import vision_oracle
 from definitions import relative_error
 
+from jaxspec.released import IMAGES
 from jaxspec.trees import leaves_by_path, nbytes, weight_count
 from jaxspec.vision import Images, VisionConfig, gemma4_tower, opened, unified_embedder, vision_config
 from jaxspec.vision.config import TowerConfig
@@ -20,20 +21,11 @@ LIMIT = 1e-4  # of the largest number
 
 # The towers of the releases, in what a config says beside the defaults, and the numbers of each with its projection: those that a release
 # holds beside the text model, without the 12B's projection of sounds, and for E2B those of transformers' model.
-LARGE = {
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 72,
-    "standardize": True,
-}
 REAL = {
-    "E2B": ("gemma4", 1536, {"use_clipped_linears": True}, 168_544_704),
-    "31B": ("gemma4", 5376, LARGE, 31_273_088_876 - 30_697_345_340),
-    "26B-A4B": ("gemma4", 2816, LARGE, 25_805_936_206 - 25_233_141_790),
-    "12B": ("gemma4_unified", 3840, {}, 11_959_730_224 - 11_907_350_320 - 640 * 3840),
+    "E2B": ("gemma4", 1536, IMAGES["e2b"], 168_544_704),
+    "31B": ("gemma4", 5376, IMAGES["31b"], 31_273_088_876 - 30_697_345_340),
+    "26B-A4B": ("gemma4", 2816, IMAGES["26b"], 25_805_936_206 - 25_233_141_790),
+    "12B": ("gemma4_unified", 3840, IMAGES["12b"], 11_959_730_224 - 11_907_350_320 - 640 * 3840),
 }
 
 
