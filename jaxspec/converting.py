@@ -38,6 +38,7 @@ from jaxspec.sharding.placement import placement_of
 from jaxspec.text import check_files
 from jaxspec.trees import leaves_by_path
 from jaxspec.vision import Images
+from jaxspec.vision.images import home
 from jaxspec.vision.preprocessing import SOFT_TOKENS
 from pallas_kernels.packed import Packed
 
@@ -124,7 +125,7 @@ def _write_images(destination: Path, folder: Path, dtype: np.dtype, adapter: str
     except ValueError as error:
         warnings.warn(f"the converted checkpoint has no image tower: {error}", UserWarning, stacklevel=4)
         return
-    source = folder / IMAGES if (folder / CONVERTED).exists() else folder
+    source = home(folder)
     checkpoint.save_weights(destination, images.tower, checkpoint.read_config(source), prefix="model.")
     for name in (PROCESSOR, PREPROCESSOR):
         if (source / name).is_file():

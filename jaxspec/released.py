@@ -22,7 +22,6 @@ from jaxspec.model.families import family_named
 from jaxspec.model.target import TargetConfig
 from jaxspec.targets import asked_quantisation, quantisation_of, read_target
 from jaxspec.vision import Images, Preprocessing, vision_config
-from jaxspec.vision.preprocessing import SOFT_TOKENS
 
 _COMMON = {
     "vocab_size": 262_144,
@@ -230,13 +229,11 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def images_of(name: str, dtype: Any, max_soft_tokens: int = 280) -> Images:
+def images_of(name: str, dtype: Any, max_soft_tokens: int = Preprocessing.max_soft_tokens) -> Images:
     """What makes rows of images for a named target; of its tower there are shapes alone. Raises ValueError for a target without one, and
     for another number of tokens than there is."""
     if name not in IMAGES:
         raise ValueError(f"{name!r} has no image tower; expected one of {', '.join(IMAGES)}")
-    if max_soft_tokens not in SOFT_TOKENS:
-        raise ValueError(f"max_soft_tokens is {max_soft_tokens}; expected one of {', '.join(map(str, SOFT_TOKENS))}")
     config = vision_config({**TARGETS[name], "vision_config": IMAGES[name]})
     assert config is not None
     return Images.of(config, Preprocessing(config.patch, config.pool, max_soft_tokens), dtype)

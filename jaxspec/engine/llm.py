@@ -412,10 +412,10 @@ class LLM:
         for i, conversation in enumerate(conversations):
             try:
                 prompt, repeated = self._conversation(conversation, enable_thinking, template)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 if not several:
                     raise
-                raise ValueError(f"conversation {i}: {error}") from error
+                raise (TypeError if isinstance(error, TypeError) else ValueError)(f"conversation {i}: {error}") from error
             prompts.append(prompt)
             keep.append(repeated)
         completions = self._generate(self._requests(prompts, either(params, sampling_params), keep=keep), use_tqdm)
@@ -443,7 +443,7 @@ class LLM:
         return self.tokenizer.conversation(taken_out(messages)[0] if images else messages, template, enable_thinking, images)
 
     def chat_input(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> Prompt:
-        """A conversation as a prompt for `generate`, with its images."""
+        """A conversation as a prompt for `generate`, with its images. Raises what `chat` raises for messages and images."""
         ids = self.chat_prompt(messages, enable_thinking=enable_thinking, **template)
         if self._pictures is None:
             return ids
@@ -453,10 +453,10 @@ class LLM:
     def _conversation(self, messages: Messages, enable_thinking: bool, template: TemplateOptions) -> tuple[Prompt, int]:
         """A conversation's prompt with its text, and how many of its tokens the next turn begins with. These are all of them, but where the
         template opens the model's turn with what it leaves out of a history, such as an empty thought."""
-        ids = self.chat_prompt(messages, enable_thinking=enable_thinking, **template)
-        shown: dict[str, Any] = {"prompt_token_ids": ids, "prompt": self.tokenizer.decode(ids, special=True)}
-        if self.settings.image_rows:
-            shown["multi_modal_data"] = {"image": taken_out(messages)[1]}
+        given: Any = self.chat_input(messages, enable_thinking=enable_thinking, **template)
+        asked = given if isinstance(given, dict) else {"prompt_token_ids": given}
+        ids = asked["prompt_token_ids"]
+        shown: dict[str, Any] = {**asked, "prompt": self.tokenizer.decode(ids, special=True)}
         if not template.get("add_generation_prompt", True):
             return shown, len(ids)
         later: TemplateOptions = {**template, "add_generation_prompt": False}

@@ -82,7 +82,7 @@ class Picture:
     @property
     def failure(self) -> str | None:
         """Why it cannot be decoded; None if it can, or if that is not known yet. Raises any other error."""
-        error = self.prepared.exception() if self.prepared is not None and self.prepared.done() else None
+        error = self.decode().exception() if self.decoded else None
         if error is not None and not isinstance(error, ValueError):
             raise error
         return None if error is None else str(error)

@@ -63,7 +63,7 @@ def images_of(target: str, pair: Pair, max_soft_tokens: int | None = None) -> Im
     """What reads images for a target, under the name that `read` had. Raises as `Images.read` does."""
     if pair.folder is not None:
         return Images.read(pair.folder, pair.dtype, max_soft_tokens)
-    return released.images_of(target, pair.dtype, 280 if max_soft_tokens is None else max_soft_tokens)
+    return released.images_of(target, pair.dtype, *([] if max_soft_tokens is None else [max_soft_tokens]))
 
 
 def describe(

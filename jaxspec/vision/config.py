@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.checks import flag, integer, number
+from jaxspec.model.config import expect, flag, part, positive, section, whole, whole_or
 
 TOWER, UNIFIED = "gemma4", "gemma4_unified"  # the model types with images
-ACTIVATION = "gelu_pytorch_tanh"
 ROPE_TYPES = ("axial", "default")  # two names of the same rotation: transformers wrote the latter before it knew the former
 TOKENS = {"image_token_id": 258_880, "boi_token_id": 255_999, "eoi_token_id": 258_882}
 
@@ -73,62 +72,55 @@ class VisionConfig:
 def vision_config(config: Mapping[str, Any]) -> VisionConfig | None:
     """What config.json says about images; None where it has no `vision_config`, as of text alone.
 
-    Raises TypeError or ValueError, which name what is found and what is expected, for what is not served.
+    Raises ValueError, which names what is found and what is expected, for what is not served.
     """
-    vision = config.get("vision_config")
-    if vision is None:
+    if config.get("vision_config") is None:
         return None
-    if not isinstance(vision, Mapping):
-        raise TypeError(f"vision_config is of type {type(vision).__name__}; expected an object, or null")
-    kind, text = config.get("model_type"), config.get("text_config")
-    _expect("model_type", kind, (TOWER, UNIFIED))
-    if not isinstance(text, Mapping):
-        raise TypeError(f"text_config is of type {type(text).__name__}; expected an object beside vision_config")
-    _expect("vision_config.model_type", vision.get("model_type", f"{kind}_vision"), (f"{kind}_vision",))
+    try:
+        return _vision_config(config)
+    except ValueError as error:
+        raise ValueError(f"the image tower cannot be read: {error}") from error
+
+
+def _vision_config(config: Mapping[str, Any]) -> VisionConfig:
+    expect(config, "model_type", (TOWER, UNIFIED))
+    vision, kind = section(config, "vision_config"), config.get("model_type", TOWER)
+    expect(vision, "model_type", (f"{kind}_vision",))
     return VisionConfig(
         tower=_tower(vision) if kind == TOWER else _embedder(vision),
-        text_hidden_size=integer("text_config.hidden_size", text.get("hidden_size"), 1),
-        patch_size=_size(vision, "patch_size", 16),
-        pooling_kernel_size=_size(vision, "pooling_kernel_size", 3),
-        rms_norm_eps=number("vision_config.rms_norm_eps", vision.get("rms_norm_eps", 1e-6), 0),
-        **{name: integer(name, config.get(name, default), 0) for name, default in TOKENS.items()},
+        text_hidden_size=whole(section(config, "text_config"), "hidden_size"),
+        patch_size=whole_or(vision, "patch_size", 16),
+        pooling_kernel_size=whole_or(vision, "pooling_kernel_size", 3),
+        rms_norm_eps=positive(vision, "rms_norm_eps", 1e-6),
+        **{name: whole_or(config, name, default) for name, default in TOKENS.items()},
     )
 
 
 def _tower(vision: Mapping[str, Any]) -> TowerConfig:
-    _expect("vision_config.hidden_activation", vision.get("hidden_activation", ACTIVATION), (ACTIVATION,))
-    rope = vision.get("rope_parameters") or {}
-    _expect("vision_config.rope_parameters.rope_type", rope.get("rope_type", ROPE_TYPES[0]), ROPE_TYPES)
-    heads, kv_heads = _size(vision, "num_attention_heads", 12), _size(vision, "num_key_value_heads", 12)
+    expect(vision, "hidden_activation", ("gelu_pytorch_tanh",))
+    rope = part(vision, "rope_parameters")
+    expect(rope, "rope_type", ROPE_TYPES)
+    heads, kv_heads = whole_or(vision, "num_attention_heads", 12), whole_or(vision, "num_key_value_heads", 12)
     if heads % kv_heads:
-        raise ValueError(f"vision_config.num_attention_heads is {heads}; expected a multiple of num_key_value_heads, {kv_heads}")
-    head_dim = _size(vision, "head_dim", 64)
+        raise ValueError(f"num_attention_heads is {heads}; expected a multiple of num_key_value_heads, {kv_heads}")
+    head_dim = whole_or(vision, "head_dim", 64)
     if head_dim % 4:
-        raise ValueError(f"vision_config.head_dim is {head_dim}; expected a multiple of 4: pairs along two axes")
+        raise ValueError(f"head_dim is {head_dim}; expected a multiple of 4: pairs along two axes")
     return TowerConfig(
-        hidden_size=_size(vision, "hidden_size", 768),
-        intermediate_size=_size(vision, "intermediate_size", 3072),
-        num_hidden_layers=_size(vision, "num_hidden_layers", 16),
+        hidden_size=whole_or(vision, "hidden_size", 768),
+        intermediate_size=whole_or(vision, "intermediate_size", 3072),
+        num_hidden_layers=whole_or(vision, "num_hidden_layers", 16),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=number("vision_config.rope_parameters.rope_theta", rope.get("rope_theta", 100.0), 0, above=True),
-        position_embedding_size=_size(vision, "position_embedding_size", 10_240),
-        use_clipped_linears=flag("vision_config.use_clipped_linears", vision.get("use_clipped_linears", False)),
-        standardize=flag("vision_config.standardize", vision.get("standardize", False)),
+        rope_theta=positive(rope, "rope_theta", 100.0),
+        position_embedding_size=whole_or(vision, "position_embedding_size", 10_240),
+        use_clipped_linears=flag(vision, "use_clipped_linears"),
+        standardize=flag(vision, "standardize"),
     )
 
 
 def _embedder(vision: Mapping[str, Any]) -> EmbedderConfig:
-    width = _size(vision, "mm_embed_dim", 3840)
-    _expect("vision_config.output_proj_dims", vision.get("output_proj_dims", width), (width,))
-    return EmbedderConfig(mm_embed_dim=width, mm_posemb_size=_size(vision, "mm_posemb_size", 1120))
-
-
-def _size(vision: Mapping[str, Any], name: str, default: int) -> int:
-    return integer(f"vision_config.{name}", vision.get(name, default), 1)
-
-
-def _expect(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, allowed))}")
+    width = whole_or(vision, "mm_embed_dim", 3840)
+    expect(vision, "output_proj_dims", (width,))
+    return EmbedderConfig(mm_embed_dim=width, mm_posemb_size=whole_or(vision, "mm_posemb_size", 1120))

@@ -182,7 +182,7 @@ def _found(data: Any) -> Iterator[Any]:
             yield found
 
 
-def _home(folder: Path) -> Path:
+def home(folder: Path) -> Path:
     """Where a checkpoint has its tower. Raises ValueError for a converted one without."""
     if not (folder / CONVERTED).exists():
         return folder
@@ -223,7 +223,7 @@ class Images:
         dtype: of the weights and rows, jnp.float32 or jnp.bfloat16. max_soft_tokens: the most rows of an image, one of 70, 140, 280, 560
         and 1120; by default the checkpoint's. Raises ValueError that says what is not served, for a checkpoint without an image tower too.
         """
-        folder = _home(Path(folder))
+        folder = home(Path(folder))
         config = vision_config(checkpoint.read_config(folder))
         if config is None:
             raise ValueError(f"{folder} has no image tower: its config.json has no vision_config")
@@ -243,7 +243,7 @@ class Images:
     def with_weights(self, folder: Path, changes: Mapping[str, Change] = MappingProxyType({})) -> Images:
         """The same with the tower's weights on the default device. changes: those of an adapter. Raises ValueError that names what is
         missing or not served: a quantised tower, tensors that are missing or of another shape."""
-        folder = _home(Path(folder))
+        folder = home(Path(folder))
         stored = checkpoint.read_headers(folder)
         found = {key: match[1] for key in stored if (match := TOWER.match(key))}
         if not found:

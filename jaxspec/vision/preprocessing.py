@@ -26,13 +26,18 @@ IDENTITY = {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
     """How images are made to fit. patch: pixels a side of a patch; pool: patches a side of the square that becomes one soft token;
-    max_soft_tokens: the most of an image; resample: the filter, by Pillow's number; rescale_factor: from 0 .. 255 to 0 .. 1."""
+    max_soft_tokens: the most of an image, one of SOFT_TOKENS, else ValueError; resample: the filter, by Pillow's number; rescale_factor:
+    from 0 .. 255 to 0 .. 1."""
 
     patch: int
     pool: int
     max_soft_tokens: int = 280
     resample: int = BICUBIC
     rescale_factor: float = 1 / 255
+
+    def __post_init__(self) -> None:
+        if integer("max_soft_tokens", self.max_soft_tokens, 1) not in SOFT_TOKENS:
+            raise ValueError(f"max_soft_tokens is {self.max_soft_tokens}; expected one of {', '.join(map(str, SOFT_TOKENS))}")
 
     @property
     def patches(self) -> int:
@@ -94,19 +99,18 @@ def read_preprocessing(folder: Path, config: VisionConfig, max_soft_tokens: int 
         for name, expected in IDENTITY.items():
             if found.get(name, expected) != expected:
                 raise ValueError(f"{file}: {name} is {found[name]!r}; expected {expected}")
-    most = found.get("max_soft_tokens", 280) if max_soft_tokens is None else max_soft_tokens
-    if integer("max_soft_tokens", most, 1) not in SOFT_TOKENS:
-        raise ValueError(f"max_soft_tokens is {most}; expected one of {', '.join(map(str, SOFT_TOKENS))}")
-    longest = most * config.pool
-    if longest > config.max_position:
-        raise ValueError(f"max_soft_tokens is {most}, for images {longest} patches long; the tower has {config.max_position} positions")
-    return Preprocessing(
+    most = found.get("max_soft_tokens", Preprocessing.max_soft_tokens) if max_soft_tokens is None else max_soft_tokens
+    made = Preprocessing(
         patch=config.patch,
         pool=config.pool,
         max_soft_tokens=most,
         resample=integer(f"{file}: resample", found.get("resample", BICUBIC), 0, 5),
         rescale_factor=number(f"{file}: rescale_factor", found.get("rescale_factor", 1 / 255), 0, above=True),
     )
+    longest = most * config.pool
+    if longest > config.max_position:
+        raise ValueError(f"max_soft_tokens is {most}, for images {longest} patches long; the tower has {config.max_position} positions")
+    return made
 
 
 def _settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
