@@ -94,12 +94,12 @@ def named_cases() -> Iterator[Case]:
         for batch in (1,) if shape.queries > 64 else (1, 32):
             args: Any = jax.eval_shape(functools.partial(attention_bench.arguments, shape, batch, 4096))
             yield Case("paged_attention", f"{name} x {batch}", function, args, further=batch > 1)
-            q, positions, pools, table, lengths, fresh, fresh_count, key_weight, _ = args
-            if not mosaic.unsupported(q, pools, fresh, key_weight, None) and mosaic.is_faster(q, key_weight, shape.window):
+            q, positions, pools, table, lengths, fresh, fresh_count, key_weight, _, through = args
+            if not mosaic.unsupported(q, pools, fresh, key_weight, None, through) and mosaic.is_faster(q, key_weight, shape.window):
                 triton = functools.partial(function, implementation="triton")
                 yield Case("paged_attention", f"{name} x {batch}, Triton", triton, args, further=batch > 1)
             pools = jax.tree.map(lambda pool: array(*pool.shape, dtype=jnp.float8_e4m3fn), pools)
-            args = (q, positions, pools, table, lengths, fresh, fresh_count, key_weight, array(2, dtype=jnp.float32))
+            args = (q, positions, pools, table, lengths, fresh, fresh_count, key_weight, array(2, dtype=jnp.float32), through)
             yield Case("paged_attention", f"{name} x {batch}, fp8", function, args, further=batch > 1)
     heads = {(s.kv_heads, s.group, s.head_dim, s.rotary, s.fresh * (1 if s.rotary else 2)) for s in attention_shapes.SHAPES.values()}
     for kv_heads, group, width, rotary, owned in sorted(heads):

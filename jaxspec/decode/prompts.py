@@ -12,7 +12,7 @@ from jaxspec.decode.round import NO_DRAFTS, Round
 from jaxspec.decode.rows import append_tokens, gather_slots, reserve_rows, target_choices
 from jaxspec.decode.state import DecodeState, nobody_past
 from jaxspec.drafters.base import Drafter, Observed
-from jaxspec.model.rows import Rows
+from jaxspec.model.rows import Inserted, Rows
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.automata import Automata
 from jaxspec.sampling.choice import PLAIN
@@ -26,7 +26,8 @@ def prefill(
     slots: jax.Array,
     until: jax.Array | None = None,
     offset: jax.Array | None = None,
-    inserted: jax.Array | None = None,
+    after: jax.Array | None = None,
+    inserted: Inserted | None = None,
     *,
     chunk: int,
     round: Round = NO_DRAFTS,
@@ -37,11 +38,11 @@ def prefill(
     slots: [B] int32; ids below 0 and >= slots stand for no sequence. until: [B] int32, how many rows a slot may have computed afterwards;
     None for all. offset: [B] int32, by how many rows an entry's begin after those that are computed; None for 0. A slot may be there once,
     or several times, with 0, `chunk`, 2 * `chunk` and so on, if every layer has room for `chunk` rows (`paged_kv.has_room`), no ring has
-    come round at the last of them, and the drafter is one that `takes_parts`. inserted: [B, chunk, H], the rows of an image for each slot,
-    whose next known tokens stand for just these: `until` says how many; None for rows of tokens. A slot is ready to decode once
-    computed == length - 1. A resumed sequence, which knows more than its prompt, has its anchor already and chooses nothing. round:
-    static, of the rounds that follow; how many tokens they draft, and how they accept them, makes no difference here. automata: as for
-    `spec_step`.
+    come round at the last of them, and the drafter is one that `takes_parts`. after: [B] int32, nothing is computed of a slot that has not
+    just so many rows, since a call before this one lacked pages; None if any will do. inserted: images among the rows that are computed;
+    all of an image's, as `until` must see to. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more
+    than its prompt, has its anchor already and chooses nothing. round: static, of the rounds that follow; how many tokens they draft, and
+    how they accept them, makes no difference here. automata: as for `spec_step`.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, expected at least 1")
@@ -54,7 +55,8 @@ def prefill(
     todo = (todo if until is None else jnp.minimum(todo, until)) - rows.computed
     most = chunk if offset is None else chunk * len(slots)
     offset = jnp.zeros_like(todo) if offset is None else offset
-    count = jnp.where(rows.live, jnp.clip(todo - offset, 0, chunk), 0)
+    wanted = rows.live if after is None else rows.live & (rows.computed == after)
+    count = jnp.where(wanted, jnp.clip(todo - offset, 0, chunk), 0)
     together = jnp.sum(jnp.where(slots[:, None] == slots[None, :], count[None, :], 0), axis=1)  # by all entries of a slot
     state, _ = reserve_rows(state, slots, rows.computed, jnp.where(offset == 0, together, 0), most)
     count = jnp.where(state.starved, 0, count)

@@ -65,9 +65,12 @@ class Buckets:
         return sorted({(size_of(size, chunk), min(chunk, self.max_len)) for size, chunk in found})
 
     @property
-    def images(self) -> list[int]:
-        """Images that a call computes; none where prompts have none."""
-        return sorted({1, max(min(self.prefill_rows // self.image_rows, self.slots), 1)}) if self.image_rows else []
+    def images(self) -> list[tuple[int, int]]:
+        """(sequences, rows of each) of a prefill call with an image of each sequence; none where prompts have no images."""
+        if not self.image_rows:
+            return []
+        chunk = min(image_chunk(self.image_rows), self.max_len)
+        return sorted({(1, chunk), (max(min(self.prefill_rows // chunk, self.slots), 1), chunk)})
 
     @property
     def admit(self) -> list[int]:
@@ -102,6 +105,11 @@ class Buckets:
             shares.append(min(missing, parts * chunk))
             size -= parts
         return shares
+
+
+def image_chunk(image_rows: int) -> int:
+    """Rows of a sequence in a prefill call with an image, which has at most so many: there is room for a question about it."""
+    return image_rows + PREFILL_CHUNK
 
 
 def prefill_rows(target: TargetModel, kernels: bool) -> int:

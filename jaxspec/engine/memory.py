@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxspec.checkpoint.from_floats import HEAD
 from jaxspec.checks import integer
 from jaxspec.engine.admission import init_state
-from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS, prefill_rows
+from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS, image_chunk, prefill_rows
 from jaxspec.engine.settings import PAGE, PREFIX_BYTES
 from jaxspec.learning.settings import Learn, parts
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
@@ -116,12 +116,13 @@ def sizes_of(
     one = state(1, 1)
     slot, page = state(2, 1) - one, state(1, 2) - one
     config, rows, itemsize = target.config, num_draft_tokens + 1, target.dtype.itemsize
-    largest = max(prefill_rows(target, kernels), image_rows)
+    with_image = image_chunk(image_rows) if image_rows else 0
+    largest = max(prefill_rows(target, kernels), with_image)
     prefill = _activations(config, largest) * itemsize
     decode = LOGIT * rows * config.vocab_size
     if not kernels:
         decode += _attention(config, 1, rows, max_len, itemsize)
-        calls = (PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK), (1, image_rows)
+        calls = (PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK), (1, with_image)
         prefill += max(_attention(config, *call, max_len, itemsize) for call in calls)
     return Sizes(
         target=bytes_per_device(target),

@@ -55,7 +55,7 @@ class ImageTower(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class Picture:
-    """An image in a prompt. Its rows are computed in one call, which computes nothing else, so no sequence ever ends between them."""
+    """An image in a prompt. One call computes all its rows, since they may see one another."""
 
     begin: int  # the position of its first row
     count: int  # of its rows

@@ -28,6 +28,7 @@ from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.settings import Settings
 from jaxspec.interrupts import begun, undisturbed
 from jaxspec.model.draft_tree import DraftTree
+from jaxspec.model.rows import Inserted
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.automata import BLOCK, FILLED, SAME, Automata, fill, place
 from jaxspec.sampling.choice import PLAIN, Needs
@@ -58,9 +59,9 @@ def fork(target: Any, drafter: Any, automata: None, state: DecodeState, columns:
 
 
 def prefill(target, drafter, automata, state, columns, *images, chunk, round) -> Any:
-    slots, until, known, offset = columns.T
-    inserted = jnp.stack(images) if images else None
-    state = decode.prefill(target, drafter, state, slots, until, offset, inserted, chunk=chunk, round=round, automata=automata)
+    slots, until, known, offset, after, begin, count = columns.T
+    inserted = Inserted(jnp.stack(images), begin, count) if images else None
+    state = decode.prefill(target, drafter, state, slots, until, offset, after, inserted, chunk=chunk, round=round, automata=automata)
     return state, decode.report(state, slots, known, 1, round.needs.logprobs is not None)
 
 
@@ -150,15 +151,16 @@ class Prefill(Program):
     size: int  # parts of prompts
     chunk: int  # rows of each
     needs: Needs  # what sampling is compiled for
-    of_images: bool = False  # whether each part is an image
+    image_rows: int = 0  # of an image in each part at most; 0 for text alone
 
     def __str__(self) -> str:
-        return f"prefill {self.size} {self.chunk}{' of images' if self.of_images else ''}"
+        return f"prefill {self.size} {self.chunk}{' with images' if self.image_rows else ''}"
 
     def lower(self, programs: Programs) -> Any:
         function = functools.partial(prefill, chunk=self.chunk, round=programs.settings.round(self.needs))
-        images = [np.zeros((self.chunk, programs.target.config.hidden_size), programs.target.dtype)] * (self.size if self.of_images else 0)
-        return programs.lower(function, programs.no_slots(self.size, 4), *images, structured=self.structured)
+        rows = np.zeros((self.image_rows, programs.target.config.hidden_size), programs.target.dtype)
+        images = [rows] * (self.size if self.image_rows else 0)
+        return programs.lower(function, programs.no_slots(self.size, 7), *images, structured=self.structured)
 
 
 @dataclasses.dataclass(frozen=True)

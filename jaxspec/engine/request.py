@@ -115,14 +115,19 @@ class Request:
         """The first image that does not begin before this row."""
         return next((picture for picture in self.pictures if picture.begin >= rows), None)
 
-    def next_stop(self, rows: int) -> int:
-        """Up to which row it is computed next, once `rows` are: to the end of an image that begins there; else to where its prompt is kept,
-        the next image begins, or all is computed."""
+    def picture_within(self, rows: int, count: int) -> Picture | None:
+        """The image that a call computes with the next `count` rows, once `rows` are; None if there is none, or if its prompt is to be kept
+        before that."""
         picture = self.next_picture(rows)
-        if picture is not None and picture.begin == rows:
-            return picture.end
-        stops = [goal for goal in self.goals if goal > rows]
-        return min(stops + ([] if picture is None else [picture.begin]), default=self.goal)
+        if picture is None or picture.end > rows + count or any(rows < goal <= picture.begin for goal in self.goals):
+            return None
+        return picture
+
+    def next_stop(self, least: int, image: Picture | None = None) -> int:
+        """Up to which row it is computed next, `least` at least: to where its prompt is kept, an image begins which is not this one, or all
+        is computed."""
+        stops = [*self.goals, *(picture.begin for picture in self.pictures if picture is not image)]
+        return min((stop for stop in stops if stop >= least), default=self.goal)
 
     def outside(self, row: int) -> int:
         """The row itself, or that at which an image begins which it is within."""

@@ -21,6 +21,7 @@ from jaxspec.engine.admission import arrays_of, init_state, packed
 from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, parts_end, prefill_rows, smallest
 from jaxspec.engine.device_clock import Compiling, Times
+from jaxspec.engine.pictures import Picture
 from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
 from jaxspec.engine.request import UNWRITTEN, Request
 from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
@@ -53,9 +54,7 @@ class Call(NamedTuple):
     known: Sequence[int] = ()  # of how many tokens of each request the host knew when the call was made: the report tells of those after
     rows: Sequence[int] = ()  # of each request's prompt that it computes, unless pages are lacking
     finished: Sequence[Request | None] = ()  # those whose prompts it computes to their ends then
-    # Whether the next call for prompts must wait for it: the host has something to do then, or an image begins or ends there, and what
-    # comes next depends on whether there were pages for these rows.
-    reaches: bool = True
+    reaches: bool = True  # whether the host has something to do for one of these prompts then, so that the next call for prompts must wait
     number: int = 0  # its place in the order in which the device runs calls that tell how many pages are free
     variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
     until_ended: int = 0  # its rounds return once so many more have ended, unless this is 0
@@ -64,6 +63,16 @@ class Call(NamedTuple):
         """The call, of which these requests are not told; None if that leaves nobody."""
         told, finished = ([None if r in gone else r for r in some] for some in (self.requests, self.finished))
         return self._replace(requests=told, finished=finished) if any(told) else None
+
+
+class NextRows(NamedTuple):
+    """What a call for prompts computes of one of them."""
+
+    request: Request
+    computed: int  # rows that are computed before
+    goal: int  # up to which it is to be computed before the host has something to do, or an image begins
+    rows: int  # that the call computes
+    image: Picture | None = None  # among them
 
 
 class Runner:
@@ -146,7 +155,7 @@ class Runner:
             *(DecodeRounds(size, needs, *tree) for size in self.buckets.trees if tree is not None),
             *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in self.buckets.prefill),
-            *(Prefill(size, self.settings.image_rows, needs, of_images=True) for size in self.buckets.images),
+            *(Prefill(*bucket, needs, self.settings.image_rows) for bucket in self.buckets.images),
             *(Admit(size) for size in self.buckets.admit),
             *(Fork(size) for size in self.buckets.fork),
             *((PlaceStates(), FillMasks()) if needs.structured else ()),
@@ -239,54 +248,71 @@ class Runner:
     def prefill(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> Call:
         """Starts one call that computes rows of some of the requests; the first ones come first. behind: a call before it that computes
         such rows and has not been read."""
-        some, goals, left, rows, program = self._next_rows(requests, needs, behind, work=1)
-        size, chunk = program.size, program.chunk
-        known = [r.length for r in some]
-        self._written(some)
+        program, some = self._next_rows(requests, needs, behind, work=1)
+        self._written([each.request for each in some])
         # The first part of each request comes first: the report is read there.
-        parts = [(i, 0) for i in range(len(rows))] + [(i, at) for i, n in enumerate(rows) for at in range(chunk, n, chunk)]
-        of = [i for i, _ in parts]
-        columns = self._columns([some[i] for i in of], size, [goals[i] for i in of], [known[i] for i in of], [at for _, at in parts])
-        reached = [share == n for share, n in zip(rows, left, strict=False)]
-        last = [r for r, goal, ends in zip(some, goals, reached, strict=False) if goal == r.goal and ends]
-        report = self.programs.run(program, columns, *(self._images(some, goals, size) if program.of_images else ()))
-        return Call(some, size, NO_DRAFTS, report, known, rows, last, any(reached), next(self._numbers))
+        parts = [(each, 0) for each in some]
+        parts += [(each, at) for each in some for at in range(program.chunk, each.rows, program.chunk)]
+        values = [
+            (each.goal, each.request.length, at, each.computed, *((0, 0) if (image := each.image) is None else (image.begin, image.count)))
+            for each, at in parts
+        ]
+        columns = self._columns([each.request for each, _ in parts], program.size, *zip(*values, strict=True))
+        report = self.programs.run(program, columns, *self._images(some, program))
+        reached = [each for each in some if each.computed + each.rows == each.goal]
+        return Call(
+            requests=[each.request for each in some],
+            size=program.size,
+            shape=NO_DRAFTS,
+            report=report,
+            known=[each.request.length for each in some],
+            rows=[each.rows for each in some],
+            finished=[each.request for each in reached if each.goal == each.request.goal],
+            reaches=any(each.goal in (*each.request.goals, each.request.goal) for each in reached),
+            number=next(self._numbers),
+        )
 
-    def _images(self, requests: Sequence[Request], ends: Sequence[int], size: int) -> list[Any]:
-        """The rows of the image of each request that ends there, [chunk, H], where the programs run; any for the rest of `size`."""
-        pictures = [next(p for p in request.pictures if p.end == end) for request, end in zip(requests, ends, strict=True)]
-        found, here = [picture.rows() for picture in pictures], set(self.programs.devices)
+    def _images(self, some: Sequence[NextRows], program: Prefill) -> list[Any]:
+        """The rows of the image of each, [image_rows, H], where the programs run, and any for the other parts; none without images."""
+        found, here = [each.image.rows() for each in some if each.image is not None], set(self.programs.devices)
         found = [rows if isinstance(rows, jax.Array) and rows.devices() == here else np.asarray(rows) for rows in found]
-        return found + found[:1] * (size - len(found))
+        return found + found[:1] * (program.size - len(found))
 
     def used(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> float:
         """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1. behind: as for `prefill`."""
-        *_, rows, program = self._next_rows(requests, needs, behind)
-        return sum(rows) / (program.size * program.chunk)
+        program, some = self._next_rows(requests, needs, behind)
+        return sum(each.rows for each in some) / (program.size * program.chunk)
 
     def _next_rows(
         self, requests: Sequence[Request], needs: Needs, behind: Call | None = None, work: int = 0
-    ) -> tuple[Sequence[Request], list[int], list[int], list[int], Prefill]:
-        """What a call computes next: the requests of which it computes rows; the row up to which each is to be computed next; how many rows
-        are left until there; how many of them it computes; and the program. behind: as for `prefill`. work: see `_at_hand`.
+    ) -> tuple[Prefill, list[NextRows]]:
+        """The program of the next call for prompts, and what it computes. behind: as for `prefill`. work: see `_at_hand`.
 
-        Images have a call of their own, before the rows of others."""
+        Prompts whose next rows have an image among them have calls of their own, before the others."""
         coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
         computed = [r.computed + coming.get(r, 0) for r in requests]
-        pictures = [(r, p) for r, rows in zip(requests, computed, strict=True) if (p := r.next_picture(rows)) and p.begin == rows]
-        if pictures:
-            pictures = pictures[: max(self.buckets.images)]
-            counts = [picture.count for _, picture in pictures]
-            program = Prefill(smallest(self.buckets.images, len(counts)), self.settings.image_rows, needs, of_images=True)
-            return [r for r, _ in pictures], [picture.end for _, picture in pictures], counts, counts, program
-        goals = [r.next_stop(rows) for r, rows in zip(requests, computed, strict=True)]
+        if self.buckets.images and (some := self._next_images(requests, computed)):
+            bucket = next((size, chunk) for size, chunk in self.buckets.images if size >= len(some))
+            return Prefill(*bucket, needs, self.settings.image_rows), some
+        goals = [r.next_stop(rows + 1) for r, rows in zip(requests, computed, strict=True)]
         left = [goal - rows for goal, rows in zip(goals, computed, strict=True)]
         best, *others = self.buckets.prefill_by_worth(left, computed)
         least = sum(self.buckets.shared_out(left, computed, *best))
         larger = [bucket for bucket in others if sum(self.buckets.shared_out(left, computed, *bucket)) >= least]
         program = self._at_hand(Prefill(*best, needs), (Prefill(*bucket, needs) for bucket in larger), work)
         rows = self.buckets.shared_out(left, computed, program.size, program.chunk)
-        return requests[: len(rows)], goals, left, rows, program
+        return program, [NextRows(*each) for each in zip(requests, computed, goals, rows, strict=False)]
+
+    def _next_images(self, requests: Sequence[Request], computed: Sequence[int]) -> list[NextRows]:
+        """What a call with images computes, if these have an image among their next rows."""
+        most, chunk = self.buckets.images[-1]
+        found = list[NextRows]()
+        for request, rows in zip(requests, computed, strict=True):
+            image = request.picture_within(rows, chunk)
+            if image is not None:
+                goal = request.next_stop(image.end, image)
+                found.append(NextRows(request, rows, goal, min(goal - rows, chunk), image))
+        return found[:most]
 
     def _rounds(self, sequences: int, needs: Needs, shape: RoundShape | None = None, work: int = 0) -> DecodeRounds:
         """What runs rounds of so many sequences. shape: as for `decode`. work: see `_at_hand`."""
@@ -310,7 +336,7 @@ class Runner:
 
     def prepare(self, requests: Sequence[Request], sequences: int, needs: Needs) -> None:
         """Compiles what the next `prefill` of the requests takes and the rounds of so many sequences after it, both at a time."""
-        programs: list[Program] = [self._next_rows(requests, needs)[-1]]
+        programs: list[Program] = [self._next_rows(requests, needs)[0]]
         if sequences:
             programs.insert(0, self._rounds(sequences, needs))  # which takes longer
         self.programs.make_ready(programs)

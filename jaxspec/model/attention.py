@@ -81,7 +81,7 @@ def attend(
         keys.count,
         keys.weight,
         None if keys.pools is None else keys.pools.scales,
-        causal=not keys.joint,
+        keys.through,
         window=spec.window,
         scale=scale,
         ancestors=None if keys.tree is None or keys.fresh is None else keys.tree.words,
@@ -111,17 +111,17 @@ def keys_for(
     weight: jax.Array | None = None,
     *,
     read_once: bool,
-    joint: bool = False,
+    through: jax.Array | None = None,
 ) -> Keys:
     """The keys before these rows of a layer that owns K and V, to which it adds the rows' own. read_once: whether no other layer reads
-    them. joint: see `Keys`."""
+    them. through: see `Keys`."""
     keys, width = keys_of(cache, layer, rows.slots, rows.start, rows.count, weight), rows.ids.shape[1]
     if rows.packing is not None:
         assert cache is not None
         width = rows.packing.width
     store_first = cache is not None and rows.tree is None and paged.has_room(cache, spec, width)
     read_once = read_once and rows.packing is None  # packed rows of a sequence each read its pages
-    return dataclasses.replace(keys, store_first=store_first, packing=rows.packing, tree=rows.tree, read_once=read_once, joint=joint)
+    return dataclasses.replace(keys, store_first=store_first, packing=rows.packing, tree=rows.tree, read_once=read_once, through=through)
 
 
 def stored(cache: PagedKV, rows: Rows, fresh: Mapping[int, Keys], attention: str) -> PagedKV:

@@ -139,14 +139,15 @@ class Gemma4:
         config = self.config
         check_taps(taps, config.num_hidden_layers)
         with jax.named_scope("embed"):
-            ids = rows.ids
-            if rows.inserted is None:
-                x = self.embed(ids)
-            else:  # the token of such a row is nothing that per-layer embeddings know
-                x, ids = rows.inserted.astype(self.dtype), jnp.full_like(ids, config.pad_token_id or 0)
+            ids, positions, last = rows.ids, rows.positions, jnp.maximum(rows.count - 1, 0)
+            x, through = self.embed(ids), None  # up to which position a row sees keys of sliding layers, if not its own
+            if rows.inserted is not None:
+                image, inserted = rows.inserted.at(positions)
+                x = jnp.where(image[:, :, None], inserted.astype(x.dtype), x)
+                ids = jnp.where(image, config.pad_token_id or 0, ids)  # per-layer embeddings do not know the token of such a row
+                if config.use_bidirectional_attention == "vision":
+                    through = jnp.where(image, rows.inserted.last[:, None], positions)
             per_layer = self.per_layer_inputs(ids, x, attention)
-        seen_whole = rows.inserted is not None and config.use_bidirectional_attention == "vision"
-        positions, last = rows.positions, jnp.maximum(rows.count - 1, 0)
         # Layers that share KV read the rows' K and V of another layer and write none: rows nobody reads can be left out of them.
         cut = config.num_hidden_layers
         if last_only and max(taps, default=0) <= config.first_shared_layer:
@@ -161,6 +162,9 @@ class Gemma4:
             if i == cut:
                 x, normed, positions = take_row(x, last), take_row(normed, last), take_row(positions, last)
                 per_layer = None if per_layer is None else take_row(per_layer, last)
+                if through is not None:
+                    row = take_row(through, last)
+                    fresh = {s: keys if keys.through is None else dataclasses.replace(keys, through=row) for s, keys in fresh.items()}
             spec = layer.self_attn.spec
             source = i if spec.kv_source is None else spec.kv_source
             inputs = None if per_layer is None else PerLayerInput(per_layer, jnp.asarray(i, jnp.int32))
@@ -168,8 +172,8 @@ class Gemma4:
                 keys = fresh[source]
             else:
                 weight, once = self.layers[source].self_attn.key_weight, source not in shared
-                joint = seen_whole and spec.window is not None
-                keys = keys_for(cache, source, spec, rows, weight, read_once=once, joint=joint)
+                ahead = None if spec.window is None else through
+                keys = keys_for(cache, source, spec, rows, weight, read_once=once, through=ahead)
             goes_on = i + 1 < len(self.layers) and i + 1 not in (cut, *taps)  # into the next layer alone
             read_by_kernel = goes_on and self.layers[i + 1].enters_kernel(x, attention)
             if goes_on:

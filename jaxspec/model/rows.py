@@ -18,8 +18,8 @@ class Rows:
     count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
     sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0. packing: of rows that `packed` gave,
     else None. tree: whose rows these are, or None; then each row stands as far after `start` as it is deep, and sees of these rows its
-    ancestors and itself, and none of them is written to the cache: see `attention.store_path`. inserted: [B, T, H], what stands in place of
-    the embeddings of the ids: then a sequence's rows are those of one image, all of them; None for rows of tokens.
+    ancestors and itself, and none of them is written to the cache: see `attention.store_path`. inserted: the images among them; None if all
+    are tokens.
     """
 
     ids: jax.Array
@@ -28,7 +28,7 @@ class Rows:
     slots: jax.Array
     packing: Packing | None = None
     tree: DraftTree | None = struct.field(pytree_node=False, default=None)
-    inserted: jax.Array | None = None
+    inserted: Inserted | None = None
 
     @property
     def positions(self) -> jax.Array:
@@ -56,6 +56,29 @@ class Rows:
             slots=jnp.where(real, packing.of_owners(self.slots), jnp.iinfo(jnp.int32).max),
             packing=packing,
         )
+
+
+@struct.dataclass
+class Inserted:
+    """An image among the rows of each of B sequences: all its rows, or none.
+
+    rows: [B, R, H], what stands in place of embeddings. begin: [B] int32, the position of the first. count: [B] int32, how many of the R
+    are the image's; 0 for no image.
+    """
+
+    rows: jax.Array
+    begin: jax.Array
+    count: jax.Array
+
+    def at(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which of the positions [B, T] are rows of the image, and what stands there, [B, T, H]; for the others anything."""
+        place = positions - self.begin[:, None]
+        return (place >= 0) & (place < self.count[:, None]), take_rows(self.rows, jnp.clip(place, 0, self.rows.shape[1] - 1))
+
+    @property
+    def last(self) -> jax.Array:
+        """The position of the last: [B] int32."""
+        return self.begin + self.count - 1
 
 
 @struct.dataclass
@@ -113,7 +136,7 @@ class Keys:
     are stored in part (`LayerSpec.key_dims`), else None. store_first: the owner puts its rows into the pages and then reads them
     there, so that none are fresh; it must have places for them beside all that they see. packing: of packed rows, for which B is the
     number of rows; else None. tree: of the fresh rows, None where they are consecutive. read_once: whether only this layer reads the
-    pages. joint: whether each row sees all rows of its block, those after it among them. after: what the last layer that read the pages
+    pages. through: [B, T] int32, up to which position each row sees keys; None for its own. after: what the last layer that read the pages
     made of them, if the fresh rows are written after that.
     """
 
@@ -127,7 +150,7 @@ class Keys:
     packing: Packing | None = None
     tree: DraftTree | None = struct.field(pytree_node=False, default=None)
     read_once: bool = struct.field(pytree_node=False, default=False)
-    joint: bool = struct.field(pytree_node=False, default=False)
+    through: jax.Array | None = None
     after: jax.Array | None = None
 
 

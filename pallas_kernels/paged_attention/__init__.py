@@ -18,6 +18,7 @@ def paged_attention(
     fresh_count: jax.Array | None = None,
     key_weight: jax.Array | None = None,
     scales: jax.Array | None = None,
+    through: jax.Array | None = None,
     *,
     causal: bool = True,
     window: int | None = None,
@@ -36,12 +37,13 @@ def paged_attention(
     key_weight: [D], or None. With it, cached and fresh K hold only the R rotary dims of each key ([..., R]: dims 0 .. R/2 - 1 and
     D/2 .. D/2 + R/2 - 1); the other dims of a key are V's times the weight.
     scales: [2] float32, factors for all K and all V, or None; for K and V in float8_e4m3fn. causal: whether a query sees fresh keys only
-    up to its own position. window: a query at p sees keys with p - key < window; None sees all. scale: of the scores.
+    up to its own position. through: [B, T] int32, then, up to which positions it sees keys, its own at least: for rows of an image, which
+    see one another; None for its own. window: a query at p sees keys with p - key < window; None sees all. scale: of the scores.
     ancestors (static): for each of T rows of a tree of drafts, which fresh rows it sees, whatever the positions: row t sees fresh row j if
     bit j of ancestors[t] is set. At most 32 fresh rows. Causality and window are then those of cached keys alone. None for no tree.
 
     Returns [B, T, KV, G, D] in q's dtype; zeros for a query that sees no key. K and V may be anything, even NaN, at positions outside
-    0 .. lengths + fresh_count - 1, at or before min(positions) - window, and (if causal) after max(positions).
+    0 .. lengths + fresh_count - 1, at or before min(positions) - window, and (if causal) after max(positions), or max(through).
 
     launch_dependents: whether only kernels read the result: see `dialect.launching`. read_once: whether no other layer reads these pages
     soon, so that the L2 cache need not keep them.
@@ -55,14 +57,14 @@ def paged_attention(
         raise ValueError(
             f"{len(ancestors)} ancestors are given for {q.shape[1]} rows and {rows} fresh rows; expected one each, and 1 .. 32"
         )
-    arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales)
+    arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, through)
     if implementation in ("auto", "mosaic"):
-        unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales, ancestors)
+        unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales, through, ancestors)
         if implementation == "mosaic" and unsupported:
             raise ValueError(f"implementation 'mosaic' cannot serve this: {unsupported}")
         if not unsupported and (implementation == "mosaic" or mosaic.is_faster(q, key_weight, window)):
             settings = {"causal": causal, "window": window, "scale": scale, "launch_dependents": launch_dependents, "read_once": read_once}
-            return mosaic.paged_attention(*arguments[:-1], **settings)
+            return mosaic.paged_attention(*arguments[:8], through, **settings)
     unsupported = triton.unsupported(q.shape[-1], None if cached is None else cached[0].shape[1])
     chosen = dialect.select(implementation, unsupported, further=("mosaic",))
     settings = {"causal": causal, "window": window, "scale": scale, "ancestors": ancestors}

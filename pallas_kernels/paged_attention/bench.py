@@ -46,6 +46,7 @@ def arguments(shape: Shape, batch: int, context: int, dtype=jnp.bfloat16, seed: 
         jnp.full(batch, shape.queries, jnp.int32) if shape.fresh else None,
         normal(next(keys), (shape.head_dim,)) if shape.rotary else None,
         None,
+        shape.through(first),
     )
 
 
@@ -66,7 +67,7 @@ def candidates(shape: Shape, args: tuple) -> list[triton.Tiles]:
 
 
 def _tiles(shape: Shape, args: tuple) -> triton.Tiles:
-    q, _, cached, table, _, fresh, _, weight, _ = args
+    q, _, cached, table, _, fresh, _, weight, *_ = args
     return triton.tiles_for(q, cached, table, fresh, weight, shape.window)
 
 
@@ -90,7 +91,7 @@ def main() -> None:
             str(tiles): functools.partial(triton.paged_attention, **settings, tiles=tiles)
             for tiles in (candidates(shape, args) if options.sweep else [_tiles(shape, args)])
         }
-        if mosaic.unsupported(args[0], args[2], args[5], args[7], args[8]) is None:
+        if mosaic.unsupported(args[0], args[2], args[5], *args[7:]) is None:
             functions["mosaic"] = functools.partial(paged_attention, **settings, implementation="mosaic")
         results = []
         for label, function in functions.items():

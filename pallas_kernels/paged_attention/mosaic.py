@@ -32,7 +32,7 @@ LEAST_PROMPT_ITEMS = 32
 LEAST_ROTARY_ITEMS = 32  # of so few rows that `triton` needs one tile
 
 
-def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | None:
+def unsupported(q, cached, fresh, key_weight, scales, through=None, ancestors=None) -> str | None:
     """Why no kernel here can serve these arguments of `paged_attention`, or None."""
     if reason := dialect.mosaic_obstacle():
         return reason
@@ -51,6 +51,8 @@ def unsupported(q, cached, fresh, key_weight, scales, ancestors=None) -> str | N
         return f"pages hold {k.shape[1]} positions, the kernel needs a multiple of {KEYS}"
     if ancestors is not None:
         return "the rows are those of a tree, the kernel's are consecutive"
+    if through is not None and (key_weight is not None or _for_prompts(q) is None):
+        return "rows see past their own positions, which only the kernels for many rows with whole keys know of"
     return None
 
 
@@ -79,6 +81,7 @@ def paged_attention(
     fresh,
     fresh_count,
     key_weight,
+    through=None,
     *,
     causal,
     window,
@@ -91,6 +94,8 @@ def paged_attention(
     inputs = {"lengths": lengths, "positions": positions, "q": q, "table": table, "k": cached[0], "v": cached[1]}
     if key_weight is not None:
         inputs["weight"] = key_weight
+    if through is not None:
+        inputs["through"] = through
     if fresh is not None:
         # Rows are copied in tiles of eight, so there must be fewer than eight, or a multiple.
         missing = -fresh[0].shape[1] % 8 if fresh[0].shape[1] > 8 else 0

@@ -298,13 +298,14 @@ def across(x, width: int):
 class Softmax:
     """The softmax of 64 rows, a block of keys after the other."""
 
-    def __init__(self, after: jax.Array, begin: jax.Array, *, causal: bool, window: int | None, scale: float, partial: bool = False):
-        """after: the position after each row's own; begin: the first position that a row may see; partial: whether only a part of the
-        keys comes. The others are those of a plan."""
+    def __init__(self, after, begin, limit=None, *, causal: bool, window: int | None, scale: float, partial: bool = False):
+        """after: the position after each row's own; begin: the first position that a row may see; limit: the position after the last that
+        each row sees, if that is not its own; partial: whether only a part of the keys comes. The others are those of a plan."""
         mosaic = dialect.mosaic()
         self.key = mosaic.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=mosaic.Layout.WGMMA)
         # We compare positions in float32, which holds them exactly, because int32 vectors would be compared as uint32.
-        self.after, self.begin, self.causal, self.window, self.scale, self.partial = after, begin, causal, window, scale, partial
+        self.after, self.begin, self.limit = after, begin, after if limit is None else limit
+        self.causal, self.window, self.scale, self.partial = causal, window, scale, partial
 
     def start(self, width: int):
         """The state before the first block: sums of `width` columns of V, each row's largest score and its sum of weights."""
@@ -346,7 +347,7 @@ class Softmax:
         position = (self.key + base).astype(jnp.float32)
         limit = self._each_row(end.astype(jnp.float32))
         if self.causal:
-            limit = jnp.minimum(limit, self.after)
+            limit = jnp.minimum(limit, self.limit)
         least = self._each_row(self.begin.astype(jnp.float32))
         if self.window is not None:
             least = jnp.maximum(least, self.after - float(self.window))

@@ -43,11 +43,13 @@ class Plan(parts.Call):
     def items(self) -> int:
         return self.tiles * self.pairs * self.shape[0] * self.shape[2]
 
-    def ends(self, positions) -> dict[str, jax.Array]:
-        """The positions [B, T], filled up to whole tiles, and the least and the largest of each tile."""
-        positions = jnp.pad(positions, ((0, 0), (0, self.tiles * ROWS - self.shape[1])), mode="edge")
-        tiles = positions.reshape(-1, self.tiles, ROWS)
-        return {"positions": positions, "low": jnp.min(tiles, axis=2), "high": jnp.max(tiles, axis=2)}
+    def ends(self, inputs) -> dict[str, jax.Array]:
+        """The positions [B, T] and those through which rows see, filled up to whole tiles, and the least and the largest of each tile."""
+        missing = self.tiles * ROWS - self.shape[1]
+        given = {name: inputs[name] for name in ("positions", "through") if name in inputs}
+        whole = {name: jnp.pad(x, ((0, 0), (0, missing)), mode="edge") for name, x in given.items()}
+        tiles = [x.reshape(-1, self.tiles, ROWS) for x in whole.values()]
+        return {**whole, "low": jnp.min(tiles[0], axis=2), "high": jnp.max(tiles[-1], axis=2)}
 
     def item(self, refs, number) -> Item:
         """refs: the kernel's arguments by name. number: below `items`; those with the same keys are neighbours."""
@@ -59,16 +61,19 @@ class Plan(parts.Call):
         return Item(b, head, tile * ROWS, span, jnp.int32(0), span.blocks, pair * self.members, low, high)
 
     def softmax(self, refs, item: Item) -> parts.Softmax:
-        own = refs["positions"].at[item.b, pl.ds(item.first, ROWS)]
-        after = dialect.mosaic_load(own, dialect.mosaic().Layout.WGMMA.reduce(1)).astype(jnp.float32) + 1.0
-        return parts.Softmax(after, item.span.begin, causal=self.causal, window=self.window, scale=self.scale)
+        def after(name):
+            own = refs[name].at[item.b, pl.ds(item.first, ROWS)]
+            return dialect.mosaic_load(own, dialect.mosaic().Layout.WGMMA.reduce(1)).astype(jnp.float32) + 1.0
+
+        limit = after("through") if "through" in refs else None
+        return parts.Softmax(after("positions"), item.span.begin, limit, causal=self.causal, window=self.window, scale=self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class Item(parts.Work):
     member: jax.Array  # the first of its query heads
     low: jax.Array  # the least position of its queries
-    high: jax.Array  # the largest
+    high: jax.Array  # the largest, or that through which they see
 
 
 def serves(q) -> bool:
@@ -80,7 +85,7 @@ def attend(plan: Plan, inputs, q):
     """The result. inputs: the kernel's arguments by name."""
     mosaic = dialect.mosaic()
     programs = min(plan.items, dialect.MULTIPROCESSORS)
-    inputs = inputs | plan.ends(inputs["positions"])
+    inputs = inputs | plan.ends(inputs)
     scratch = {
         "queries": parts.tiled(MEMBERS, ROWS, DIM),  # where results are put together later
         "pages": parts.tiled(SLOTS, KEYS, DIM),

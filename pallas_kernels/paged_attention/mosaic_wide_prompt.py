@@ -45,7 +45,7 @@ def attend(plan: Plan, inputs, q):
         "both": mosaic.Barrier(num_arrivals=2),
     }
     out = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    return launch(plan, inputs | plan.ends(inputs["positions"]), out, scratch, _compute)[0]
+    return launch(plan, inputs | plan.ends(inputs), out, scratch, _compute)[0]
 
 
 def _compute(plan, refs, item, own):

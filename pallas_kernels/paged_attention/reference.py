@@ -27,7 +27,9 @@ def rebuilt_keys(rotary: jax.Array, values: jax.Array, weight: jax.Array) -> jax
     return keys.at[..., :half].set(rotary[..., :half]).at[..., middle : middle + half].set(rotary[..., half:])
 
 
-def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale, ancestors=None):
+def paged_attention(
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, through=None, *, causal, window, scale, ancestors=None,
+):  # fmt: skip
     """See `pallas_kernels.paged_attention.paged_attention`."""
     keys, values, key_positions, is_fresh = [], [], [], []
     if cached is not None:
@@ -46,7 +48,7 @@ def paged_attention(q, positions, cached, table, lengths, fresh, fresh_count, ke
     at = jnp.concatenate(key_positions, axis=1)[:, None, :]
     visible = at >= 0
     if causal:
-        visible &= at <= positions[:, :, None]
+        visible &= at <= (positions if through is None else through)[:, :, None]
     else:
         visible &= (at < lengths[:, None, None]) | jnp.concatenate(is_fresh)[None, None, :]
     if window is not None:

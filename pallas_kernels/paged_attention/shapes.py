@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 PAGE = 64
 
 
@@ -19,6 +22,14 @@ class Shape:
     window: int | None = None
     causal: bool = True
     fresh: bool = True  # whether the rows have K and V of their own
+    image: int = 0  # rows, after four others, that see one another
+
+    def through(self, first: jax.Array) -> jax.Array | None:
+        """Up to which positions the rows see keys, [B, T], as `paged_attention` takes it. first: [B] int32, the first row's position."""
+        if not self.image:
+            return None
+        row = jnp.arange(self.queries, dtype=jnp.int32)[None, :]
+        return first[:, None] + jnp.where((row >= 4) & (row < 4 + self.image), 3 + self.image, row)
 
 
 SHAPES = {
@@ -54,6 +65,6 @@ SHAPES = {
     "e2b-sliding-prefill": Shape(512, 1, 8, 256, window=512),
     "31b-full-prefill": Shape(2048, 4, 8, 512, rotary=128),
     "31b-sliding-prefill": Shape(2048, 16, 2, 256, window=1024),
-    # The rows of an image, which all see one another.
-    "31b-image": Shape(280, 16, 2, 256, window=1024, causal=False),
+    # A prompt's rows with an image among them.
+    "31b-image": Shape(344, 16, 2, 256, window=1024, image=280),
 }

@@ -81,7 +81,7 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
 
 
 def paged_attention(
-    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, *, causal, window, scale, ancestors=None,
+    q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, through=None, *, causal, window, scale, ancestors=None,
     launch_dependents=False, interpret=False, tiles=None,
 ):  # fmt: skip
     """See `pallas_kernels.paged_attention.paged_attention`."""
@@ -95,6 +95,8 @@ def paged_attention(
         inputs["weight"] = key_weight
     if scales is not None:
         inputs["scales"] = scales
+    if through is not None:
+        inputs["through"] = through
     if cached is not None:
         inputs |= {"table": table, "k": cached[0], "v": cached[1]}
     if fresh is not None:
@@ -133,7 +135,8 @@ def _attend(*refs, names, tiles, causal, window, scale):
     position = plgpu.load(positions_ref.at[b, at])
     length = lengths_ref[b]
     # The rows of the tile see keys from `oldest` to `horizon` - 1. Fresh keys stand at `length` and after it.
-    newest = jnp.max(position)
+    through = plgpu.load(refs["through"].at[b, at]) if "through" in refs else position
+    newest = jnp.max(through)
     tree = "ancestors" in refs  # of which all rows have keys of their own, and all cached keys are before them
     horizon = newest + 1 if causal and not tree else jnp.int32(2**30)
     oldest = jnp.int32(0) if window is None else jnp.maximum(jnp.min(position) - window + 1, 0)
@@ -179,7 +182,7 @@ def _attend(*refs, names, tiles, causal, window, scale):
         if seen is not None:
             visible = visible & seen
         if causal and seen is None:
-            visible = visible & (key_position[None, :] <= position[:, None])
+            visible = visible & (key_position[None, :] <= through[:, None])
         if window is not None and seen is None:
             visible = visible & (position[:, None] - key_position[None, :] < window)
         scores = jnp.where(visible, scores * scale, MASKED)

@@ -28,7 +28,7 @@ from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import Gemma4Config
-from jaxspec.model.rows import Rows
+from jaxspec.model.rows import Inserted, Rows
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 VOCAB, MAX_LEN, PAGE, MOST, HIDDEN = 64, 96, 4, 12, 16
@@ -120,7 +120,8 @@ def first_token(*parts):
         for begin in range(0, len(ids), 4 if rows is None else len(ids)):
             some = ids[begin : begin + 4] if rows is None else ids
             cache, _ = paged.reserve(cache, 0 * one, (at + len(some)) * one, len(some))
-            block = Rows(jnp.asarray([some], jnp.int32), at * one, len(some) * one, 0 * one, inserted=rows)
+            inserted = None if rows is None else Inserted(rows, at * one, len(some) * one)
+            block = Rows(jnp.asarray([some], jnp.int32), at * one, len(some) * one, 0 * one, inserted=inserted)
             out, cache = model(block, cache)
             logits, at = model.unembed(out.hidden)[0, -1], at + len(some)
     return int(jnp.argmax(logits))
@@ -165,12 +166,13 @@ def test_texts_do_not_depend_on_drafts_company_room_or_what_is_kept(pages):
         assert llm.stats.preemptions > 0
 
 
-def test_an_image_for_which_there_are_no_pages_is_computed_before_what_follows_it(monkeypatch):
-    """Those rows are fewer in a call, and there would be pages for them."""
+def test_what_is_queued_behind_an_image_without_pages_is_not_computed(monkeypatch):
+    """Those rows are fewer, and there would be pages for them."""
     monkeypatch.setattr(Buckets, "prefill", [(1, 8)])
-    llm, lacking = llm_of.__wrapped__(NoDraft), []
-    prompts = [asked(WORDS[1], Drawn(6, 12), WORDS[2]), WORDS[0]]
-    expected = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+    monkeypatch.setattr(Buckets, "images", [(1, 16)])
+    llm, lacking, queued = llm_of.__wrapped__(NoDraft), [], []
+    prompt = asked(WORDS[1], Drawn(6, 12), WORDS[2])
+    expected = llm.generate(prompt, GREEDY)[0].token_ids
     runner, prefill, read = llm._runner, Runner.prefill, Runner.read
 
     def leave(pages):
@@ -178,11 +180,13 @@ def test_an_image_for_which_there_are_no_pages_is_computed_before_what_follows_i
         cache = dataclasses.replace(programs.state.cache, free_count=jnp.asarray(pages, jnp.int32))
         programs.state = dataclasses.replace(programs.state, cache=cache)
 
-    def prefilled(self, requests, *args):
-        if not lacking and requests[0].computed == 4:  # the image is next
+    def prefilled(self, requests, needs, behind=None):
+        if not lacking:  # for the first sixteen rows, the image's among them
             lacking.append(self.free_pages)
             leave(2)
-        return prefill(self, requests, *args)
+        elif len(lacking) == 1:
+            queued.append(behind)
+        return prefill(self, requests, needs, behind)
 
     def read_calls(self, calls):
         starved = read(self, calls)
@@ -194,9 +198,9 @@ def test_an_image_for_which_there_are_no_pages_is_computed_before_what_follows_i
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "prefill", prefilled)
         patch.setattr(Runner, "read", read_calls)
-        found = llm.generate(prompts, GREEDY)
-    assert len(lacking) == 2 and llm.stats.preemptions == 1
-    assert [answer.token_ids for answer in found] == expected
+        found = llm.generate(prompt, GREEDY)[0]
+    assert len(lacking) == 2 and len(queued) == 1 and queued[0].rows == [16]
+    assert found.token_ids == expected
 
 
 def test_an_image_of_one_prompt_is_computed_once(monkeypatch):

@@ -11,7 +11,7 @@ from jaxspec.bench.random_weights import random_weights
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import Gemma4Config
-from jaxspec.model.rows import Rows
+from jaxspec.model.rows import Inserted, Rows
 
 pytestmark = pytest.mark.gpu
 LIMIT = 5e-2  # of the largest value: bfloat16 through up to twenty layers
@@ -42,10 +42,12 @@ def test_rows_of_an_image_by_kernels_and_by_xla(name):
     target = jax.tree_util.tree_map_with_path(calmed, random_weights(gemma4.abstract(config, jnp.bfloat16), 0))
     cache = gemma4.init_cache(config, slots=1, max_len=2048, num_draft_tokens=3, dtype=jnp.bfloat16)
     at, keys = 0, iter(jax.random.split(jax.random.key(0), 16))
-    for width, image in ((512, False), (512, False), (320, False), (280, True), (64, False)):
+    for width, image in ((512, False), (512, False), (320, False), (344, True), (64, False)):
         ids = jax.random.randint(next(keys), (1, width), 0, config.vocab_size, jnp.int32)
-        inserted = jax.random.normal(next(keys), (1, width, config.hidden_size), jnp.bfloat16) if image else None
-        start = jnp.full(1, at, jnp.int32)
+        start, inserted = jnp.full(1, at, jnp.int32), None
+        if image:  # behind twenty tokens, and before others
+            rows = jax.random.normal(next(keys), (1, 280, config.hidden_size), jnp.bfloat16)
+            inserted = Inserted(rows, start + 20, jnp.full(1, 266, jnp.int32))
         (xla, auto), after = call(target, cache, ids, start, inserted)
         assert jnp.max(jnp.abs(xla - auto)) <= LIMIT * jnp.max(jnp.abs(xla))
         if image and config.use_bidirectional_attention:

@@ -130,17 +130,18 @@ def attention_case(shape, dtype, stored=None):
         jnp.asarray(counts) if shape.fresh else None,
         normal(rng, shape.head_dim, dtype=dtype) if shape.rotary else None,
         jnp.array([0.5, 2.0], jnp.float32) if stored else None,
+        shape.through(jnp.asarray(first)),
     )
 
 
 def alone(case):
     """The first sequence by itself, its fresh rows already in its pages, as a verify block has them."""
-    q, positions, pools, table, lengths, fresh, counts, weight, scales = case
+    q, positions, pools, table, lengths, fresh, counts, weight, scales, through = case
     q, positions, table, lengths = q[:1], positions[:1], table[:1], lengths[:1]
     if fresh is not None:
         pools = tuple(qkv_reference.write_rows(pool, table, lengths, counts[:1], new[:1]) for pool, new in zip(pools, fresh, strict=True))
         lengths = lengths + counts[:1]
-    return q, positions, pools, table, lengths, None, None, weight, scales
+    return q, positions, pools, table, lengths, None, None, weight, scales, through if through is None else through[:1]
 
 
 @pytest.mark.parametrize("name", attention_shapes.SHAPES)
@@ -177,6 +178,8 @@ def test_paged_attention_on_hopper(name):
         attention_shapes.Shape(72, 2, 4, 256, window=512),
         attention_shapes.Shape(72, 2, 3, 512),
         attention_shapes.Shape(136, 1, 2, 512, window=100, causal=False),
+        attention_shapes.Shape(136, 2, 2, 256, window=100, image=130),
+        attention_shapes.Shape(200, 1, 2, 512, image=90),
         attention_shapes.Shape(3, 2, 4, 256, window=512),
         attention_shapes.Shape(5, 2, 3, 256, window=512),
         attention_shapes.Shape(25, 2, 2, 256, window=512),
@@ -191,7 +194,7 @@ def test_paged_attention_on_hopper_of_rows_that_fill_no_tile(shape, splits):
     case = attention_case(shape, "bfloat16")
     settings = {"causal": shape.causal, "window": shape.window}
     kernel = functools.partial(attention_mosaic.paged_attention, **settings, scale=1.0, splits=splits)
-    (found,) = results((kernel, case[:-1]))
+    (found,) = results((kernel, (*case[:8], case[9])))
     wanted = jit(functools.partial(paged_attention.paged_attention, **settings, implementation="xla"))(*wide(case))
     assert_close(found, wanted, "bfloat16")
 

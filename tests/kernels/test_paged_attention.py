@@ -42,11 +42,12 @@ def plain(q, key, value, scale):
 
 class Case:
     """Random sequences, laid out in permuted pages as `paged_attention` expects them, with NaN in every cell outside the span of
-    positions that a sequence's queries reach. rotary: how many dims of a key are stored, 0 for all."""
+    positions that a sequence's queries reach. rotary: how many dims of a key are stored, 0 for all. image: which queries see one another,
+    as (the first, the one after the last)."""
 
     def __init__(
         self, seed, lengths, *, queries=4, kv=2, group=2, dim=8, page=4, width=3, fresh=4, counts=None, positions=None,
-        causal=True, window=None, scale=0.6, dtype=np.float32, rotary=0, ancestors=None,
+        causal=True, window=None, scale=0.6, dtype=np.float32, rotary=0, ancestors=None, image=None,
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
         self.settings = {"causal": causal, "window": window, "scale": scale} | ({} if ancestors is None else {"ancestors": ancestors})
@@ -57,6 +58,10 @@ class Case:
         if positions is None:
             positions = lengths[:, None] + np.arange(queries, dtype=np.int32)[None, :]
         positions = np.asarray(positions, np.int32)
+        through = positions.copy()
+        if image is not None:
+            through[:, slice(*image)] = positions[:, image[1] - 1 : image[1]]
+            self.settings["through"] = jnp.asarray(through)
 
         def normal(*shape):
             return rng.standard_normal(shape).astype(dtype).astype(np.float32)
@@ -80,14 +85,14 @@ class Case:
             for t in range(queries):
                 at = positions[b, t]
                 near = [p for p in (*cached, *own) if window is None or at - p < window]
-                visible = [p for p in near if p <= at or (not causal)]
+                visible = [p for p in near if p <= through[b, t] or (not causal)]
                 if ancestors is not None:
                     seen = [p for p in own if ancestors[t] >> (p - lengths[b]) & 1]
                     visible = [p for p in visible if p in cached] + seen
                 self.blind[b, t] = not visible
                 self.expected[b, t] = plain(self.q[b, t], *content[:, b, visible], scale)
             span = {
-                p for p in (*cached, *own) if (window is None or p > min(positions[b]) - window) and (p <= max(positions[b]) or not causal)
+                p for p in (*cached, *own) if (window is None or p > min(positions[b]) - window) and (p <= max(through[b]) or not causal)
             }
             span |= set(own if ancestors is not None else ())
             for p in span & set(cached):
@@ -243,6 +248,15 @@ def test_random_lengths_counts_and_positions(seed, data):
     case.check()
 
 
+@pytest.mark.parametrize("window", [None, 3, 5, 12])
+@pytest.mark.parametrize("image", [(0, 8), (2, 7), (3, 8), (5, 6)])
+def test_rows_of_an_image_see_one_another(image, window):
+    """Beside rows that see those before them. They may be in the pages already."""
+    Case(12, LENGTHS, queries=8, fresh=8, image=image, window=window).check()
+    Case(12, LENGTHS, queries=8, fresh=8, image=image, window=window, counts=[8, 7, 6, 5, 4, 3, 8, 7, 8, 8]).check()
+    Case(12, LENGTHS, queries=8, fresh=0, positions=[[n - 8 + t for t in range(8)] for n in LENGTHS], image=image, window=window).check()
+
+
 def test_ring_positions_are_what_writing_in_order_leaves():
     size = 6
     for length in range(20):
@@ -322,6 +336,15 @@ def test_the_kernel_on_rows_of_a_tree(settings):
     check_kernel(tree_case(25, KERNEL_LENGTHS, page=16, **settings))
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("image", [(0, 8), (2, 7)])
+def test_the_kernel_on_rows_of_an_image(image, window):
+    sizes = {"page": 16, "queries": 8, "image": image, "window": window}
+    check_kernel(Case(12, KERNEL_LENGTHS, fresh=8, **sizes))
+    held = Case(12, KERNEL_LENGTHS, fresh=0, positions=[[n - 8 + t for t in range(8)] for n in KERNEL_LENGTHS], **sizes)
+    check_kernel(held, tiles=triton.Tiles(16, 16, 2, 4, 2))
+
+
 @pytest.mark.parametrize("splits", [1, 2, 7])
 def test_the_kernel_with_any_number_of_splits(splits):
     """More parts than there are keys, too."""
@@ -383,7 +406,7 @@ def test_the_merge_is_the_sum_over_all_splits(splits, dim, pitch):
     ],
 )
 def test_each_block_of_keys_has_a_split_where_there_is_room(name, batch, context, keys, splits):
-    q, _, cached, table, _, fresh, _, weight, _ = described(SHAPES[name], batch, context)
+    q, _, cached, table, _, fresh, _, weight, *_ = described(SHAPES[name], batch, context)
     tiles = triton.tiles_for(q, cached, table, fresh, weight, SHAPES[name].window)
     assert (tiles.keys, tiles.splits) == (keys, splits)
 
@@ -456,6 +479,7 @@ def described(shape, batch=8, context=4096):
         ("e2b-assistant-sliding", 8, False),
         ("31b-dspark", 8, False),
         ("31b-sliding-prefill", 1, False),
+        ("31b-image", 1, False),
         ("31b-full-prefill", 1, False),
     ],
 )
@@ -519,33 +543,38 @@ def test_the_hopper_kernels_read_each_key_that_a_row_sees_once(lengths, offsets,
     window=st.sampled_from([None, 1, 64, 200]),
     causal=st.booleans(),
     members=st.sampled_from([1, 2]),
+    image=st.sampled_from([None, (0, 136), (20, 120)]),
 )
-def test_the_hopper_kernels_for_prompts_mask_no_block_too_few(lengths, counts, window, causal, members):
+def test_the_hopper_kernels_for_prompts_mask_no_block_too_few(lengths, counts, window, causal, members, image):
     """Each key that a row sees is in one block of its item, and of a block that is not masked each row sees each key."""
     queries, heads, group = 136, 2, 4
     positions = np.add.outer(lengths, np.arange(queries))
     plan = mosaic_whole_prompt.Plan((2, queries, heads, group, 8), causal, window, 1.0, members)
-    refs = {name: jnp.asarray(x, jnp.int32) for name, x in {"lengths": lengths, "count": counts, **plan.ends(positions)}.items()}
+    through, given = positions.copy(), {"positions": positions}
+    if image is not None:
+        through[:, slice(*image)] = positions[:, image[1] - 1 : image[1]]
+        given["through"] = through
+    refs = {name: jnp.asarray(x, jnp.int32) for name, x in {"lengths": lengths, "count": counts, **plan.ends(given)}.items()}
     refs |= {"k": np.empty((9, 64, heads, 8)), "table": np.empty((2, 4)), "fresh_k": np.empty((2, queries, heads, 8))}
     found = {}
     with jax.disable_jit():
         for number in range(plan.items):
             item = plan.item(refs, number)
             found[int(item.b), int(item.head), int(item.member), int(item.first)] = keys = []
-            at = positions[item.b, item.first : item.first + 64]
+            at, last = (x[item.b, item.first : item.first + 64] for x in (positions, through))
             for block in range(int(item.start), int(item.stop)):
                 base, end = map(int, item.span.seen(block))
                 keys += range(max(base, int(item.span.begin)), min(base + mosaic_parts.KEYS, end))
                 if plan.plain(item, (base, end), item.low, item.high):
-                    assert base >= item.span.begin and base + mosaic_parts.KEYS <= min(end, min(at) + 1 if causal else end)
+                    assert base >= item.span.begin and base + mosaic_parts.KEYS <= min(end, min(last) + 1 if causal else end)
                     assert window is None or max(at) - base < window
     assert set(found) == {
         (b, head, member, first) for b in range(2) for head in range(heads) for member in range(0, group, members) for first in (0, 64, 128)
     }
     for (b, _, _, first), keys in found.items():
-        at = positions[b, first : first + 64]
+        at, last = (x[b, first : first + 64] for x in (positions, through))
         held = range(max(0, lengths[b] - 256), lengths[b] + counts[b])
-        assert sorted(keys) == [p for p in held if (window is None or p > min(at) - window) and (p <= max(at) or not causal)]
+        assert sorted(keys) == [p for p in held if (window is None or p > min(at) - window) and (p <= max(last) or not causal)]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -627,6 +656,7 @@ def test_programs_that_share_whole_keys_run_all_at_once():
         ({0: jnp.float32}, "queries and keys are float32 and bfloat16, the kernel needs bfloat16"),
         ({8: (2,)}, "queries and keys are bfloat16 and bfloat16 with scales, the kernel needs bfloat16"),
         ({2: 48}, "pages hold 48 positions, the kernel needs a multiple of 64"),
+        ({9: (8, 5)}, "rows see past their own positions, which only the kernels for many rows with whole keys know of"),
         ({"device": AMPERE}, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
         ({"device": device.Described("NVIDIA R100", "11.0")}, "the NVIDIA R100 has compute capability 11.0; the kernel needs 9.0"),
         ({"device": None}, "the device is a CPU; the kernel needs a Hopper GPU"),
@@ -778,6 +808,13 @@ HOPPER_CASES = {
         None,
     ),
     "a prompt over windows": ({**PROMPT, "kv": 1, "group": 4, "dim": 256, "page": 64, "width": 4, "window": 100}, [300, 64, 1], None),
+    "an image in a prompt": ({**PROMPT, "kv": 1, "dim": 256, "page": 64, "width": 4, "window": 100, "image": (5, 70)}, [200, 64, 1], None),
+    "an image that is in the pages": (
+        {"kv": 1, "dim": 256, "page": 64, "queries": 72, "fresh": 0, "width": 5, "window": 100, "image": (0, 66)},
+        [250, 72],
+        None,
+    ),
+    "an image in a prompt over wide keys": ({**PROMPT, **WIDE, "group": 2, "width": 4, "image": (8, 72)}, [150, 64, 1], None),
     "a prompt over windows, both ways": (
         {**PROMPT, "kv": 2, "dim": 256, "page": 64, "width": 3, "window": 200, "causal": False},
         [192, 0, 7],

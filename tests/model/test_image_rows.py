@@ -17,7 +17,7 @@ from jaxspec import checkpoint
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import Gemma4Config
-from jaxspec.model.rows import Rows
+from jaxspec.model.rows import Inserted, Rows
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 LIMIT = 1e-4  # of the largest expected value
@@ -80,31 +80,34 @@ def call(target, cache, ids, start, count, inserted):
     return target.unembed(out.hidden), cache, ok
 
 
+# Where calls end: each image in a call of its own, or with the tokens beside it.
+CUTS = {"alone": (3, 8, 10, 17, 21, 41, LENGTH), "with text": (8, 19, 45, LENGTH)}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("member", ["E2B", "12B", "26B"])
-def test_logits_after_images_are_transformers_own(member):
-    """Each image is computed in a call of its own, wider than it needs, and what stands between in calls of CHUNK rows. One image has more
-    rows than the window, and more than a ring has places beside what they see."""
+def test_logits_after_images_are_transformers_own(member, cuts):
+    """In calls that are wider than they need be. One image has more rows than the window, and more than a ring has places beside what they
+    see."""
     _, folder = oracle.target(member)
     config = Gemma4Config.from_hf(checkpoint.read_config(folder))
     abstract = gemma4.abstract(config, jnp.float32)
     target = checkpoint.load_weights(folder, abstract, prefixes=gemma4.CHECKPOINT_PREFIXES, skip=gemma4.TOWERS, progress=False)
     cache = gemma4.init_cache(config, slots=SLOTS, max_len=LENGTH + 1, num_draft_tokens=CHUNK - 1, page_size=PAGE, dtype=jnp.float32)
     (ids, images), found, at = prompt(), [], 0
-    while at < LENGTH:
-        begin, count = next(((b, c) for b, c in IMAGES if b >= at), (LENGTH, 0))
-        inserted, width = None, CHUNK
-        if begin == at:
-            width = 24 if count > CHUNK else CHUNK
-            inserted = np.full((1, width, config.hidden_size), 9.0, np.float32)
-            inserted[0, :count] = images[IMAGES.index((begin, count))]
-        else:
-            count = min(begin - at, CHUNK)
+    for end in CUTS[cuts]:
+        width = CHUNK if end - at <= CHUNK else 28
+        inserted, first = None, next((i for i, (begin, _) in enumerate(IMAGES) if at <= begin < end), None)
+        if first is not None:
+            (begin, count), rows = IMAGES[first], np.full((1, 22, config.hidden_size), 9.0, np.float32)
+            rows[0, :count] = images[first]
+            inserted = Inserted(rows, np.asarray([begin], np.int32), np.asarray([count], np.int32))
         block = np.full((1, width), 7, np.int32)
-        block[0, :count] = ids[at : at + count]
-        logits, cache, ok = call(target, cache, block, np.asarray([at], np.int32), np.asarray([count], np.int32), inserted)
+        block[0, : end - at] = ids[at:end]
+        logits, cache, ok = call(target, cache, block, np.asarray([at], np.int32), np.asarray([end - at], np.int32), inserted)
         assert ok
-        found.append(logits[0, :count])
-        at += count
+        found.append(logits[0, : end - at])
+        at = end
     assert relative_error(np.concatenate(found), expected(member)) <= LIMIT
 
 
@@ -118,9 +121,10 @@ def test_rows_of_an_image_see_those_after_them_only_where_the_config_says_so():
         target = checkpoint.load_weights(folder, abstract, prefixes=gemma4.CHECKPOINT_PREFIXES, skip=gemma4.TOWERS, progress=False)
         hidden = []
         for last in (0.0, 1.0):
-            inserted = images[0].copy()[None]
-            inserted[0, -1] = last
+            shown = images[0].copy()[None]
+            shown[0, -1] = last
             one = jnp.ones(1, jnp.int32)
+            inserted = Inserted(shown, 0 * one, count * one)
             rows = Rows(jnp.asarray(ids[None, begin : begin + count], jnp.int32), 0 * one, count * one, 0 * one, inserted=inserted)
             hidden.append(target(rows, None)[0].hidden[0])
         assert (np.abs(hidden[0][0] - hidden[1][0]).max() > 1e-3) == sees
