@@ -171,6 +171,24 @@ def test_paged_attention_on_hopper(name):
     assert_close(one, wanted[:1], "bfloat16")
 
 
+def check_on_hopper(shape, splits=None):
+    if reason := dialect.mosaic_obstacle():
+        pytest.skip(reason)
+    case = attention_case(shape, "bfloat16")
+    settings = {"causal": shape.causal, "window": shape.window}
+    kernel = functools.partial(attention_mosaic.paged_attention, **settings, scale=1.0, splits=splits)
+    (found,) = results((kernel, (*case[:8], case[9])))
+    wanted = jit(functools.partial(paged_attention.paged_attention, **settings, implementation="xla"))(*wide(case))
+    assert_close(found, wanted, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "shape", [attention_shapes.Shape(136, 2, 2, 256, window=100, image=130), attention_shapes.Shape(200, 1, 2, 512, image=90)], ids=str
+)
+def test_paged_attention_on_hopper_of_an_image_that_fills_no_tile(shape):
+    check_on_hopper(shape)
+
+
 @pytest.mark.parametrize("splits", [1, 3, None])
 @pytest.mark.parametrize(
     "shape",
@@ -178,8 +196,6 @@ def test_paged_attention_on_hopper(name):
         attention_shapes.Shape(72, 2, 4, 256, window=512),
         attention_shapes.Shape(72, 2, 3, 512),
         attention_shapes.Shape(136, 1, 2, 512, window=100, causal=False),
-        attention_shapes.Shape(136, 2, 2, 256, window=100, image=130),
-        attention_shapes.Shape(200, 1, 2, 512, image=90),
         attention_shapes.Shape(3, 2, 4, 256, window=512),
         attention_shapes.Shape(5, 2, 3, 256, window=512),
         attention_shapes.Shape(25, 2, 2, 256, window=512),
@@ -189,14 +205,7 @@ def test_paged_attention_on_hopper(name):
     ids=lambda x: f"{x.queries} rows of {x.group} heads of {x.head_dim}" if isinstance(x, attention_shapes.Shape) else f"{x} parts",
 )
 def test_paged_attention_on_hopper_of_rows_that_fill_no_tile(shape, splits):
-    if reason := dialect.mosaic_obstacle():
-        pytest.skip(reason)
-    case = attention_case(shape, "bfloat16")
-    settings = {"causal": shape.causal, "window": shape.window}
-    kernel = functools.partial(attention_mosaic.paged_attention, **settings, scale=1.0, splits=splits)
-    (found,) = results((kernel, (*case[:8], case[9])))
-    wanted = jit(functools.partial(paged_attention.paged_attention, **settings, implementation="xla"))(*wide(case))
-    assert_close(found, wanted, "bfloat16")
+    check_on_hopper(shape, splits)
 
 
 @pytest.mark.parametrize("name", ["e2b-full", "31b-full", "31b-sliding", "31b-assistant-full"])
