@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxspec.drafters.base import bytes_read
 from jaxspec.interrupts import compiled
 from jaxspec.model import traffic
-from jaxspec.model.target import TargetModel
+from jaxspec.model.target import TargetModel, last_row_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def prefill_flops(target: TargetModel, length: int, chunk: int, taps: tuple[int,
     lies above the first of them; so does the head."""
     config = target.config
     calls = math.ceil(length / chunk)
-    cut = config.first_shared_layer if max(taps, default=0) <= config.first_shared_layer else config.num_hidden_layers
+    cut = last_row_layer(config, taps)
     flops = 2.0 * calls * target.head[0].size
     before, of_layers = target.weights_multiplied()
     flops += 2.0 * length * before

@@ -30,6 +30,7 @@ def prefill(
     inserted: Inserted | None = None,
     *,
     chunk: int,
+    ends: bool = True,
     round: Round = NO_DRAFTS,
     automata: Automata | None = None,
 ) -> DecodeState:
@@ -42,7 +43,8 @@ def prefill(
     just so many rows, since a call before this one lacked pages; None if any will do. inserted: images among the rows that are computed;
     all of an image's, as `until` must see to. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more
     than its prompt, has its anchor already and chooses nothing. round: static, of the rounds that follow; how many tokens they draft, and
-    how they accept them, makes no difference here. automata: as for `spec_step`.
+    how they accept them, makes no difference here. automata: as for `spec_step`. ends (static): whether a slot may come to the end of its
+    known tokens. Without it, what only that needs is left out; for a drafter that `takes_parts`.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, expected at least 1")
@@ -65,14 +67,16 @@ def prefill(
     at = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :]
     ids = state.tokens.at[slots[:, None], at].get(mode="clip")
     block = Rows(ids, start, count, slots, inserted=inserted)
-    out, cache = target(block, state.cache, taps=drafter.taps, last_only=True, attention=round.attention)
+    out, cache = target(block, state.cache, taps=drafter.taps, last_only=True, ends=ends, attention=round.attention)
     assert cache is not None
-    choices = target_choices(target, rows, out.hidden, end[:, None], round)
-    assert choices.tokens is not None
-    chosen = (count > 0) & (end == rows.length)
-    next_known = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), end[:, None], axis=1, mode="clip")
-    anchor = jnp.where(chosen[:, None], choices.tokens, next_known)[:, 0]
-    hidden, last = out.hidden[:, 0], end == computed
+    chosen, last, choices = (count > 0) & (end == rows.length), end == computed, None
+    anchor = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), end[:, None], axis=1, mode="clip")[:, 0]
+    if ends:
+        choices, hidden = target_choices(target, rows, out.hidden, end[:, None], round), out.hidden[:, 0]
+        assert choices.tokens is not None
+        anchor = jnp.where(chosen, choices.tokens[:, 0], anchor)
+    else:  # more rows of each slot come in a later call
+        hidden, last = jnp.zeros((len(slots), target.config.hidden_size), target.dtype), jnp.zeros_like(last)
     observed = Observed(target, slots, ids, block.positions, hidden, out.taps, count, anchor, round.draft_attention, last)
     state = dataclasses.replace(
         state,
@@ -80,6 +84,9 @@ def prefill(
         drafter=drafter.observe(state.drafter, observed),
         computed=state.computed.at[slots].set(computed, mode="drop"),
     )
+    if choices is None:
+        return state
+    assert choices.tokens is not None
     none = jnp.zeros_like(count)
     return append_tokens(state, slots, rows, choices.tokens, chosen.astype(jnp.int32), none, choices, round.needs)[0]
 

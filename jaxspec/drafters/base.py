@@ -33,7 +33,8 @@ class Observed:
     hidden: [B, H], after the final norm, at the last committed row. taps: [B, T, H] each, the drafter's `taps`. committed: [B] int32,
     0 leaves the slot alone. anchor: [B] int32, the token after the last committed row: the newest choice, or the next prompt token
     in the middle of a prompt. draft_attention: as in `Target`. last: [B] bool, whether these are the last of the slot's new rows; None
-    where each slot is there once. If it is there several times, the parts are of one prompt.
+    where each slot is there once. If it is there several times, the parts are of one prompt. Where it is False more rows follow, here or in
+    a later call, and `hidden` may be anything.
     """
 
     model: TargetModel

@@ -256,7 +256,14 @@ class Step3p5:
         return 0, tuple(layer.weights_multiplied() for layer in self.layers)
 
     def __call__(
-        self, rows: Rows, cache: PagedKV | None, *, taps: tuple[int, ...] = (), last_only: bool = False, attention: str = "auto"
+        self,
+        rows: Rows,
+        cache: PagedKV | None,
+        *,
+        taps: tuple[int, ...] = (),
+        last_only: bool = False,
+        ends: bool = True,
+        attention: str = "auto",
     ) -> tuple[Hidden, PagedKV | None]:
         """See `TargetModel.__call__`."""
         count = self.config.num_hidden_layers

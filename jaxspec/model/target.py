@@ -100,6 +100,13 @@ class TargetConfig(Protocol):
         ...
 
 
+def last_row_layer(config: TargetConfig, taps: tuple[int, ...]) -> int:
+    """The first layer that computes the last row alone where of hidden states no other is wanted: it and those after it share K and V.
+    num_hidden_layers if there is none, or if one of the taps lies above its input."""
+    first = config.first_shared_layer
+    return first if max(taps, default=0) <= first else config.num_hidden_layers
+
+
 class TargetModel(Protocol):
     """A target's weights: an immutable pytree, made of arrays, ShapeDtypeStructs or shardings.
 
@@ -186,14 +193,22 @@ class TargetModel(Protocol):
         ...
 
     def __call__(
-        self, rows: Rows, cache: PagedKV | None, *, taps: tuple[int, ...] = (), last_only: bool = False, attention: str = "auto"
+        self,
+        rows: Rows,
+        cache: PagedKV | None,
+        *,
+        taps: tuple[int, ...] = (),
+        last_only: bool = False,
+        ends: bool = True,
+        attention: str = "auto",
     ) -> tuple[Hidden, PagedKV | None]:
         """Runs B blocks of T rows, and stores their K and V in the cache.
 
         A row sees its sequence's cached positions and the rows before it, or those of `Rows.tree`, which are not stored: the caller
         stores a path of `Hidden.keys`, with `attention.store_path`. cache: None runs whole sequences and stores nothing. taps:
         indices of hidden states to return, 0 .. num_hidden_layers; ValueError for others. last_only: `Hidden.hidden` is wanted of
-        each last real row alone. attention: the implementation of attention and the kernels around it.
+        each last real row alone; without `ends` not even of that, and it may be anything. attention: the implementation of attention and
+        the kernels around it.
         """
         ...
 

@@ -52,7 +52,7 @@ ROWS = np.arange(len(PROMPT))
 
 # Unoptimised code compiles in half the time, and computes the same.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-jit_prefill = compiled(decode.prefill, static_argnames=("chunk", "round"))
+jit_prefill = compiled(decode.prefill, static_argnames=("chunk", "ends", "round"))
 jit_loop = compiled(decode.decode_loop, static_argnames="round")
 jit_admit, jit_release, jit_fork = compiled(decode.admit), compiled(decode.release), compiled(decode.fork)
 
@@ -609,6 +609,26 @@ def test_a_call_may_compute_several_parts_of_a_prompt():
     lacking = dataclasses.replace(start, cache=dataclasses.replace(start.cache, free_count=jnp.int32(6)))
     starved = computed(lacking, parts)  # the prompts take seven pages
     assert starved.starved and not numbers(starved, "computed", some).any() and starved.cache.free_count == 6
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_calls_in_which_no_prompt_ends(parts):
+    """Followed by one in which they do, they leave what calls leave that compute all."""
+    long, goals = [2, 3, 4], {2: 4, 3: 8, 4: 4}
+    state = admit(empty(), long, long)
+    plain = prefill(state, long, chunk=4)
+    some = [(2, 0), (3, 0), (4, 0), *([(3, 4)] if parts else [])]
+    slots, offset = (np.asarray(of, np.int32) for of in zip(*some, strict=True))
+    until = np.asarray([goals[slot] for slot, _ in some], np.int32)
+    for _ in range(1 if parts else 2):
+        state = jit_prefill(target(), assistant(), state, slots, until, offset, chunk=4, ends=False, round=decode.Round(0))
+    assert numbers(state, "computed", long).tolist() == [4, 8, 4]
+    assert_equal(numbers(state, "length", long), PROMPT[long])
+    state = prefill(state, long, chunk=4)
+    for name in ("tokens", "length", "computed", "status"):
+        assert_equal(getattr(state, name), getattr(plain, name))
+    np.testing.assert_allclose(state.drafter.hidden[jnp.asarray(long)], plain.drafter.hidden[jnp.asarray(long)], rtol=1e-4, atol=1e-5)
+    assert_same(numbers(loop(state, long, assistant(), 3), "tokens", long), rows=long)
 
 
 def test_a_released_slot_serves_another_sequence():

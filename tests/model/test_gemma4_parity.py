@@ -241,6 +241,9 @@ def test_last_only_prefill(taps: tuple[int, ...]) -> None:
     for a, b in zip(jax.tree.leaves(kept.layers), jax.tree.leaves(stored.layers), strict=True):
         close(a, np.asarray(b))
     close(target.unembed(last.hidden)[0, 0], np.asarray(full[0, CHUNK - 1]))
+    without, same = jax.jit(functools.partial(gemma4.Gemma4.__call__, taps=taps, last_only=True, ends=False))(target, rows, cache)
+    for a, b in zip(jax.tree.leaves((same, without.taps)), jax.tree.leaves((kept, last.taps)), strict=True):
+        close(a, np.asarray(b))
 
 
 def test_last_only_prefill_leaves_out_rows_that_nobody_reads() -> None:
@@ -253,6 +256,7 @@ def test_last_only_prefill_leaves_out_rows_that_nobody_reads() -> None:
     everything = flops()
     assert flops(last_only=True) < 0.6 * everything  # 3 of 7 layers share KV, and their MLPs are twice as wide
     assert flops(last_only=True, taps=(4,)) < 0.6 * everything
+    assert flops(last_only=True, ends=False) < 0.99 * flops(last_only=True)
     assert flops(last_only=True, taps=(5,)) == pytest.approx(everything, rel=0.01)
 
 
