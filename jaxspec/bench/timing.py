@@ -322,22 +322,21 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
     for length in plan.prefill:
         chunk = min(work.prefill_chunk, length)
         rows = functools.partial(prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=_free(work.round.needs)))
-        function, columns = flat(on(rows, WHOLE), models, form), np.asarray([[0, length, length, 0]], np.int32)
+        function = flat(on(rows, WHOLE), models, form)
+        columns = [np.asarray([[0, length, length, 0, begin, 0, 0]], np.int32) for begin in range(0, length, chunk)]
         stage(f"prompt of {length}: compile")
         if chunk not in programs:
-            programs[chunk] = _compiled(function, weights, None, jax.tree.leaves(state), columns, compiler=_plainly)
+            programs[chunk] = _compiled(function, weights, None, jax.tree.leaves(state), columns[0], compiler=_plainly)
         program, cost = programs[chunk]
-        requests, calls = _requests(work, target.config, 1, length, length + 2), math.ceil(length / chunk)
+        requests = _requests(work, target.config, 1, length, length + 2)
 
-        def compute(
-            program: Any, calls: int = calls, length: int = length, requests: decode.Requests = requests, columns: np.ndarray = columns
-        ) -> float:
+        def compute(program: Any, length: int = length, requests: decode.Requests = requests, columns: list[np.ndarray] = columns) -> float:
             nonlocal state
             state = jax.block_until_ready(compiled(admit, state, slots, requests)(state, slots, requests))
             leaves = jax.tree.leaves(state)
             begun = time.perf_counter()
-            for _ in range(calls):
-                leaves, _ = program(weights, None, leaves, columns)
+            for each in columns:
+                leaves, _ = program(weights, None, leaves, each)
             jax.block_until_ready(leaves)
             took = 1e3 * (time.perf_counter() - begun)
             state = form.unflatten(leaves)
@@ -346,12 +345,12 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
             return took
 
         stage(f"prompt of {length}: time")
-        warm_ups = math.ceil(WARM_UPS / calls)
+        warm_ups = math.ceil(WARM_UPS / len(columns))
         spread = Spread.of([compute(program) for _ in range(warm_ups + work.repeats)][warm_ups:])
         found: tuple[kernel_times.KernelTime, ...] = ()
         if work.profile is not None:
             if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
-                program, _ = _compiled(function, weights, None, jax.tree.leaves(state), columns, compiler=cuda_graphs.without)
+                program, _ = _compiled(function, weights, None, jax.tree.leaves(state), columns[0], compiler=cuda_graphs.without)
                 compute(program)  # loads the kernels
             folder = expanded(work.profile) / f"prompt-{length}"
             with jax.profiler.trace(str(folder)):
