@@ -194,8 +194,8 @@ def test_info_says_what_a_checkpoint_is_and_needs(models, capsys):
         assert cli.main(["info", target, "--drafter", "ngram", "--plan"]) == 0
         shown = capsys.readouterr().out
         assert "drafter     ngram, without weights; fits every target\n" in shown and "target, 0.00 MiB drafter" in shown
-    assert "images      up to 280 tokens each, by a tower of 168,544,704 parameters, " in shown
-    assert "images" not in lines
+    assert "vision      168,544,704 parameters, 321.47 MiB; with images=True, up to 280 tokens an image" in shown
+    assert "vision" not in lines
     assert cli.main(["info", "31B"]) == 2
     assert capsys.readouterr().err == "jaxspec: '31B' is no folder; for the released shape expected '31b'\n"
     assert lines["KV cache"] == "sliding 32 bytes a token, for the window; full 40 bytes a token"

@@ -71,7 +71,7 @@ def describe(
     pair: Pair, target: str, drafter: str | None = None, show: Callable[[int], str] = size, *, kv_dtype: str = "auto"
 ) -> Iterator[str]:
     """Yields lines about a target and a drafter. target, drafter: what the user called them. Sizes are of the text model, but for those of
-    the images' line. show: how bytes are told. kv_dtype: as in `jaxspec.load`, errors too."""
+    its image tower. show: how bytes are told. kv_dtype: as in `jaxspec.load`, errors too."""
     check_names(kv_dtype=kv_dtype)
     config, tree, dtype = pair.config, pair.target, pair.dtype
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
@@ -100,8 +100,8 @@ def describe(
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
     with contextlib.suppress(ValueError):  # it has no image tower
         images = images_of(target, pair)
-        tower = f"a tower of {weight_count(images.tower):,} parameters, {show(images.nbytes)}"
-        yield f"images      up to {images.max_soft_tokens} tokens each, by {tower}; with images=True"
+        tower = f"{weight_count(images.tower):,} parameters, {show(images.nbytes)}"
+        yield f"vision      {tower}; with images=True, up to {images.max_soft_tokens} tokens an image"
     if drafter in without_checkpoints():
         yield f"drafter     {drafter}, without weights; fits every target"
     elif drafter is not None:
