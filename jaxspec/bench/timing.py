@@ -32,7 +32,8 @@ from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, Pro
 from jaxspec.bench.workload import QUEUED, WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.checks import expanded
 from jaxspec.engine import cuda_graphs
-from jaxspec.engine.programs import decode_rounds, flat, prefill
+from jaxspec.engine.program_kinds import decode_rounds, prefill
+from jaxspec.engine.programs import flat
 from jaxspec.interrupts import compiled, undisturbed
 from jaxspec.model.head_guides import guided, has_guide
 from jaxspec.model.target import TargetConfig

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.engine.programs import FillMasks, PlaceStates, Programs
+from jaxspec.engine.program_kinds import FillMasks, PlaceStates
+from jaxspec.engine.programs import Programs
 from jaxspec.engine.structures import Built, Structure, Structures
 from jaxspec.sampling.automata import BLOCK, FILLED, FREE, MAY_THINK, SAME, THINKING
 

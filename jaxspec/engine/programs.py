@@ -1,8 +1,7 @@
-"""What a runner runs on a device: functions of weights, the state and more, which return the state and what the host reads of it."""
+"""Programs: weights, one state of all slots, and what is compiled to work on them."""
 
 from __future__ import annotations
 
-import abc
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -10,70 +9,32 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from tqdm.auto import tqdm
 
-from jaxspec import decode
-from jaxspec.decode.state import VERIFIED_ROUNDS, DecodeState
+from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import cuda_graphs
-from jaxspec.engine.admission import arrays_of, init_state, packed, unpacked
+from jaxspec.engine.admission import init_state
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.kept_programs import by_address, kept_programs
-from jaxspec.engine.round_shape import RoundShape
+from jaxspec.engine.program_kinds import Program
 from jaxspec.engine.settings import Settings
 from jaxspec.interrupts import begun, undisturbed
-from jaxspec.model.draft_tree import DraftTree
-from jaxspec.model.rows import Inserted
 from jaxspec.model.target import TargetModel
-from jaxspec.sampling.automata import BLOCK, FILLED, SAME, Automata, fill, place
-from jaxspec.sampling.choice import PLAIN, Needs
-from jaxspec.sampling.logprobs import ring_rows
+from jaxspec.sampling.automata import Automata
 from jaxspec.sharding.placement import Placement
 from jaxspec.sharding.specs import WHOLE
 from jaxspec.structured.vocabulary import Vocabulary
 
-# Rounds of a decode call at most; it bounds how long an interrupt waits, and the state tells of no more what they verified.
-STEPS = VERIFIED_ROUNDS
 SHARED_BY_NCCL = "ncclGetPeerDevicePointer"  # what gives XLA's kernels another GPU's memory
 
 
 def bare(state: DecodeState) -> DecodeState:
     """A state without the arrays that hold what was computed. There are many, and each costs a call a microsecond or two."""
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=()), drafter=None, logprobs=None)
-
-
-def admit(state: DecodeState, bits: jax.Array, *, like: Any) -> Any:
-    ended, slots, requests = unpacked(bits, like)
-    state = decode.admit(decode.release(state, ended), slots, requests)
-    return state, state.cache.free_count + 0  # a new array: the next call takes the state's own
-
-
-def fork(target: Any, drafter: Any, automata: None, state: DecodeState, columns: jax.Array) -> Any:
-    state = decode.fork(state, *columns.T)
-    return state, state.cache.free_count + 0
-
-
-def prefill(target, drafter, automata, state, columns, *images, chunk, round) -> Any:
-    slots, until, known, offset, after, begin, count = columns.T
-    inserted = Inserted(jnp.stack(images), begin, count) if images else None
-    state = decode.prefill(target, drafter, state, slots, until, offset, after, inserted, chunk=chunk, round=round, automata=automata)
-    return state, decode.report(state, slots, known, 1, round.needs.logprobs is not None)
-
-
-def decode_rounds(target, drafter, automata, state, columns, *, width, round) -> Any:
-    slots, known, steps, until_ended = columns.T
-    state = decode.decode_loop(target, drafter, state, slots, steps[0], until_ended[0], round=round, automata=automata)
-    return state, decode.report(state, slots, known, width, round.needs.logprobs is not None, round.tells(drafter))
-
-
-def score(target, drafter, automata, state, slots, **static) -> Any:
-    state, found = decode.score(target, state, slots, **static)
-    return state, (found, state.starved | False)
 
 
 def flat(function: Callable[..., Any], models: Any, form: Any) -> Callable[..., Any]:
@@ -90,147 +51,19 @@ def flat(function: Callable[..., Any], models: Any, form: Any) -> Callable[..., 
     return flat_call
 
 
+def flat_bare(function: Callable[..., Any], form: Any) -> Callable[..., Any]:
+    """The same of a function (bare state, *args) -> (bare state, more). form: the structure of a bare state."""
+
+    def flat_call(leaves: Any, *args: Any) -> Any:
+        state, more = function(form.unflatten(leaves), *args)
+        return form.flatten_up_to(state), more
+
+    return flat_call
+
+
 def refuse(*_: Any) -> NoReturn:
     """Stands for a program whose LLM was closed."""
     raise RuntimeError("the LLM is closed")
-
-
-class Program(abc.ABC):
-    """A program by its static shape; programs that are equal are compiled once. As text, it is what a progress bar shows.
-
-    `size` is a bucket: the length of the list of slot ids that it works on. Shorter lists are padded with an id out of range.
-    """
-
-    takes_bare_state: ClassVar[bool] = False  # and no weights
-    loops: ClassVar[bool] = False  # whether it is a loop, which a GPU should record whole
-    of_automata: ClassVar[bool] = False  # and of nothing else: neither weights nor state
-
-    @property
-    def structured(self) -> bool:
-        """Whether it reads the automata of structured texts."""
-        return getattr(self, "needs", PLAIN).structured
-
-    @abc.abstractmethod
-    def lower(self, programs: Programs) -> Any:
-        """The lowered program."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Admit(Program):
-    """Releases slots, then puts requests into slots."""
-
-    size: int  # requests
-    takes_bare_state: ClassVar[bool] = True
-
-    def __str__(self) -> str:
-        return f"admit {self.size}"
-
-    def lower(self, programs: Programs) -> Any:
-        requests = arrays_of([], self.size, programs.settings.max_len)
-        taken = programs.no_slots(programs.slots, 1)[:, 0], programs.no_slots(self.size, 1)[:, 0], requests
-        return programs.lower_bare(functools.partial(admit, like=taken), packed(taken))
-
-
-@dataclasses.dataclass(frozen=True)
-class Fork(Program):
-    """Copies kept sequences into other slots."""
-
-    size: int  # copies
-
-    def __str__(self) -> str:
-        return f"fork {self.size}"
-
-    def lower(self, programs: Programs) -> Any:
-        return programs.lower(fork, programs.no_slots(self.size, 3))
-
-
-@dataclasses.dataclass(frozen=True)
-class Prefill(Program):
-    """Computes rows of prompts."""
-
-    size: int  # parts of prompts
-    chunk: int  # rows of each
-    needs: Needs  # what sampling is compiled for
-    image_rows: int = 0  # of an image in each part at most; 0 for text alone
-
-    def __str__(self) -> str:
-        return f"prefill {self.size} {self.chunk}{' with images' if self.image_rows else ''}"
-
-    def lower(self, programs: Programs) -> Any:
-        function = functools.partial(prefill, chunk=self.chunk, round=programs.settings.round(self.needs))
-        rows = np.zeros((self.image_rows, programs.target.config.hidden_size), programs.target.dtype)
-        images = [rows] * (self.size if self.image_rows else 0)
-        return programs.lower(function, programs.no_slots(self.size, 7), *images, structured=self.structured)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeRounds(Program):
-    """Runs draft/verify rounds."""
-
-    size: int  # sequences
-    needs: Needs  # what sampling is compiled for
-    num_draft_tokens: int  # tokens that each round guesses, one after the other
-    rows: int | None = None  # of the target's pass, see `decode.Round`
-    tree: DraftTree | None = None  # see `decode.Round`
-    loops: ClassVar[bool] = True
-
-    @property
-    def shape(self) -> RoundShape:
-        return RoundShape(self.num_draft_tokens, self.rows, self.tree)
-
-    def __str__(self) -> str:
-        what = self.num_draft_tokens if self.tree is None else f"tree {self.tree.nodes}"
-        return f"decode {self.size} {what}" + ("" if self.rows is None else f" {self.rows}")
-
-    def lower(self, programs: Programs) -> Any:
-        settings, needs = programs.settings, self.needs
-        width = programs.steps_for(needs, STEPS) * (settings.most_accepted + 1)
-        round = settings.round(needs, self.num_draft_tokens, self.rows, self.tree)
-        function = functools.partial(decode_rounds, width=width, round=round)
-        return programs.lower(function, programs.no_slots(self.size, 4), structured=self.structured)
-
-
-@dataclasses.dataclass(frozen=True)
-class Score(Program):
-    """Gives log-probabilities of a known text."""
-
-    size: int  # sequences
-    chunk: int  # rows of each
-    count: int  # most likely tokens that are named at each row
-
-    def __str__(self) -> str:
-        return f"score {self.size} {self.chunk} {self.count}"
-
-    def lower(self, programs: Programs) -> Any:
-        function = functools.partial(score, chunk=self.chunk, count=self.count, attention=programs.settings.attention)
-        return programs.lower(function, programs.no_slots(self.size, 1)[:, 0])
-
-
-@dataclasses.dataclass(frozen=True)
-class PlaceStates(Program):
-    """Puts a block of states of an automaton into the pool. It works on the pool alone."""
-
-    of_automata: ClassVar[bool] = True
-
-    def __str__(self) -> str:
-        return "place states"
-
-    def lower(self, programs: Programs) -> Any:
-        one, zero = np.zeros(BLOCK, np.int32), np.int32(0)
-        return programs.lower_automata(place, zero, np.zeros((BLOCK, SAME + 1), np.uint16), one, np.zeros(BLOCK, bool))
-
-
-@dataclasses.dataclass(frozen=True)
-class FillMasks(Program):
-    """Computes the tokens that states allow. It works on the pool alone."""
-
-    of_automata: ClassVar[bool] = True
-
-    def __str__(self) -> str:
-        return "fill masks"
-
-    def lower(self, programs: Programs) -> Any:
-        return programs.lower_automata(fill, *[np.zeros(FILLED, np.int32)] * 2)
 
 
 class Programs:
@@ -322,13 +155,6 @@ class Programs:
         self._weights = []
         self.compiled = dict.fromkeys(self.compiled, refuse)
 
-    def steps_for(self, needs: Needs, steps: int, unread: int = 1) -> int:
-        """How many of these rounds a call may run, so that what it tells of is read before it is overwritten. unread: calls that may be
-        under way at a time; if there are several, a prompt's first token may come beside those of their rounds."""
-        most = self.settings.most_accepted
-        told = STEPS if needs.logprobs is None else min(STEPS, ring_rows(most) // (most + 1))  # rounds that a call can tell of
-        return min(steps, told if unread == 1 else (told - 1) // unread)
-
     def compile(self, programs: Iterable[Program]) -> Iterator[str]:
         """Compiles those that are missing, as many at a time as there are cores, and gives a line about each that is ready, starting
         with those that were ready before. XLA compiles without Python's lock; tracing and lowering hold it."""
@@ -406,30 +232,6 @@ class Programs:
         """Waits until the device has nothing left to do."""
         jax.block_until_ready(self._last)
 
-    def lower(self, function: Callable[..., Any], *args: Any, structured: bool = False) -> Any:
-        """Lowers a function (target, drafter, automata, state, *args) -> (state, more). The state is given away. structured: whether the
-        function reads the automata; else it gets None for them."""
-        taken = self._weights, self.automata if structured else None, self._leaves
-        return jax.jit(flat(self._layout.on(function, WHOLE), self._models, self._form), donate_argnums=2).lower(*taken, *args)
-
-    def lower_automata(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Lowers a function (automata, *args) -> automata. The automata are given away."""
-        return jax.jit(function, donate_argnums=0, out_shardings=self._whole).lower(self.automata, *args)
-
-    def lower_bare(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Lowers a function (bare state, *args) -> (bare state, more). The state is given away."""
-        whole, form = self._layout.on(function, WHOLE), self._bare_form
-
-        def flat(leaves: Any, *args: Any) -> Any:
-            state, more = whole(form.unflatten(leaves), *args)
-            return form.flatten_up_to(state), more
-
-        return jax.jit(flat, donate_argnums=0).lower([self._leaves[i] for i in self._bare], *args)
-
-    def no_slots(self, size: int, columns: int) -> np.ndarray:
-        """What a program takes for each slot of a call, of no slot: [size, columns] int32."""
-        return np.full((size, columns), self.slots, np.int32)
-
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Says what to lower where a device runs out of memory, and what to set where XLA's kernels cannot sum over devices."""
@@ -472,9 +274,20 @@ class Programs:
 
     def _lowered(self, program: Program) -> Callable[[], Any]:
         """Lowers a program, and returns what compiles it."""
-        lowered = program.lower(self)
+        lowered = self._lower(program)
         compile = functools.partial(cuda_graphs.compiled, lowered, self.devices) if program.loops else lowered.compile
         return functools.partial(undisturbed, compile)
+
+    def _lower(self, program: Program) -> Any:
+        """The lowered program. What it replaces is given away: the automata, the leaves of a bare state or those of the state."""
+        function, args = program.to_lower(self.settings, self.slots, self.target)
+        if program.of_automata:
+            return jax.jit(function, donate_argnums=0, out_shardings=self._whole).lower(self.automata, *args)
+        whole = self._layout.on(function, WHOLE)
+        if program.takes_bare_state:
+            return jax.jit(flat_bare(whole, self._bare_form), donate_argnums=0).lower([self._leaves[i] for i in self._bare], *args)
+        automata = self.automata if program.structured else None
+        return jax.jit(flat(whole, self._models, self._form), donate_argnums=2).lower(self._weights, automata, self._leaves, *args)
 
 
 def _form(tree: Any) -> tuple[Any, ...]:

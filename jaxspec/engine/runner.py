@@ -22,7 +22,8 @@ from jaxspec.engine.automata_pool import Pool
 from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, parts_end, prefill_rows, smallest
 from jaxspec.engine.device_clock import Compiling, Times
 from jaxspec.engine.pictures import Picture
-from jaxspec.engine.programs import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Programs, Score
+from jaxspec.engine.program_kinds import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Score, padding
+from jaxspec.engine.programs import Programs
 from jaxspec.engine.request import UNWRITTEN, Request
 from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
 from jaxspec.engine.settings import Settings, in_kernels
@@ -131,7 +132,7 @@ class Runner:
     def queues(self, needs: Needs) -> bool:
         """Whether rounds may be queued behind others before those are read. While a trial is open each call's drafter follows from what the
         calls before have shown."""
-        return self.programs.loops_return and self.trial is None and self.programs.steps_for(needs, 1, unread=2) > 0
+        return self.programs.loops_return and self.trial is None and self.settings.steps_for(needs, 1, unread=2) > 0
 
     @property
     def peak_bytes(self) -> int | None:
@@ -359,7 +360,7 @@ class Runner:
         variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
         self._written(requests)
         unread = max([unread, *(1 + len(r.under_way) for r in requests)])
-        steps, known = self.programs.steps_for(needs, steps, unread), [r.length for r in requests]
+        steps, known = self.settings.steps_for(needs, steps, unread), [r.length for r in requests]
         columns = self._columns(requests, size, known, [steps] * size, [until_ended] * size)
         report = self.programs.run(program, columns)
         number = next(self._numbers)
@@ -551,7 +552,7 @@ class Runner:
         most = max(self.buckets.fork)
         for first in range(0, len(forks), most):
             some = forks[first : first + most]
-            columns = self.programs.no_slots(smallest(self.buckets.fork, len(some)), 3)
+            columns = padding(self.total_slots, smallest(self.buckets.fork, len(some)), 3)
             columns[: len(some)] = some
             self._free = self.programs.run(Fork(len(columns)), columns)
             self._told = next(self._numbers)

@@ -20,8 +20,8 @@ from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.finish import completion_of, final_logprobs, look
 from jaxspec.engine.intake import Requests
 from jaxspec.engine.learn import Learning
-from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
+from jaxspec.engine.settings import STEPS
 from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.turn import TOGETHER, NoRoom, Turn, wait_for
 from jaxspec.interrupts import heeded

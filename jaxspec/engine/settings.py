@@ -10,12 +10,16 @@ import jax
 
 from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.decode.round import Round, check_tree_rule
+from jaxspec.decode.state import VERIFIED_ROUNDS
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.sampling.choice import Needs
+from jaxspec.sampling.logprobs import ring_rows
 from pallas_kernels import dialect
 
 PAGE = 64  # positions in a page
 PREFIX_BYTES = 2**30  # bytes for snapshots of prompts, on each device
+# Rounds of a decode call at most; it bounds how long an interrupt waits, and the state tells of no more what they verified.
+STEPS = VERIFIED_ROUNDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,13 @@ class Settings:
         rows, tree: see `Round`."""
         count = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         return Round(count, self.accept, needs, self.attention, self.draft_attention, rows, tree)
+
+    def steps_for(self, needs: Needs, steps: int, unread: int = 1) -> int:
+        """How many of these rounds a call may run, so that what it tells of is read before it is overwritten. unread: calls that may be
+        under way at a time; if there are several, a prompt's first token may come beside those of their rounds."""
+        most = self.most_accepted
+        told = STEPS if needs.logprobs is None else min(STEPS, ring_rows(most) // (most + 1))  # rounds that a call can tell of
+        return min(steps, told if unread == 1 else (told - 1) // unread)
 
 
 def in_kernels(attention: str) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.settings import STEPS
 from jaxspec.engine.turn import AHEAD, SEEN, Turn, no_slots, wait_for
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs

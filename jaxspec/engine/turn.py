@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec import decode
-from jaxspec.engine.programs import STEPS
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Call, Runner
+from jaxspec.engine.settings import STEPS
 from jaxspec.engine.slots import boundary, common
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs

@@ -13,7 +13,6 @@ import itertools
 import random
 import threading
 import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +28,10 @@ from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.admission import init_state
 from jaxspec.engine.buckets import Buckets
 from jaxspec.engine.llm import LLM
-from jaxspec.engine.programs import STEPS, Programs
+from jaxspec.engine.programs import Programs
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.settings import Settings
+from jaxspec.engine.settings import STEPS, Settings
 from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stream import Stream
@@ -183,14 +182,13 @@ def test_a_prompt_waits_for_a_slot_that_another_is_copied_from(order, place):
 @pytest.mark.parametrize("logprobs", [None, 5])
 @pytest.mark.parametrize("most", [0, 1, 4, 15, 24, 63, 300])
 def test_what_calls_tell_of_is_read_before_it_is_overwritten(most, logprobs):
-    told = types.SimpleNamespace(settings=types.SimpleNamespace(most_accepted=most))
-    needs = dataclasses.replace(PLAIN, logprobs=logprobs)
-    one, two = (Programs.steps_for(told, needs, STEPS, unread) for unread in (1, 2))
+    settings, needs = Settings(num_draft_tokens=most, max_slots=1, max_len=64), dataclasses.replace(PLAIN, logprobs=logprobs)
+    one, two = (settings.steps_for(needs, STEPS, unread) for unread in (1, 2))
     room = one * (most + 1)  # of a call's report
     assert room <= STEPS * (most + 1) and 1 + 2 * two * (most + 1) <= room or two == 0
     assert logprobs is None or room <= ring_rows(most)
     assert 2 * two <= STEPS and (logprobs is not None or two == (STEPS - 1) // 2)
-    assert Programs.steps_for(told, needs, 3, 1) == min(3, one)
+    assert settings.steps_for(needs, 3, 1) == min(3, one)
 
 
 class Prompts:

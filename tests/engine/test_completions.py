@@ -14,7 +14,8 @@ from quick import few_programs
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine.params import Defaults
-from jaxspec.engine.programs import DecodeRounds, Programs
+from jaxspec.engine.program_kinds import DecodeRounds
+from jaxspec.engine.programs import Programs
 from jaxspec.engine.runner import Runner
 from jaxspec.learning.losses import whole_rows
 from jaxspec.sampling import logprobs as logprobs

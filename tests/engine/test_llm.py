@@ -31,7 +31,8 @@ from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import buckets, serving
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.params import Defaults
-from jaxspec.engine.programs import Admit, DecodeRounds, Prefill, Programs
+from jaxspec.engine.program_kinds import Admit, DecodeRounds, Prefill
+from jaxspec.engine.programs import Programs
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling.choice import PLAIN, seed_words
 

@@ -9,7 +9,6 @@ from quick import few_programs
 
 import jaxspec
 from jaxspec.engine.buckets import Buckets
-from jaxspec.engine.programs import Programs
 from jaxspec.engine.round_shape import HOPED_GAIN, Adaptive, RoundShape, round_shapes
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.warmup import measured
@@ -244,7 +243,7 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
 
     turns, begun = itertools.cycle(map(RoundShape, [3, 0, 2])), llm.stats
     monkeypatch.setattr(Adaptive, "choose", lambda self, size, sequences, among: next(turns))
-    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
+    monkeypatch.setattr(Settings, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
     outs = llm.generate(prompts, each)
     assert [out.token_ids for out in outs] == [out.token_ids for out in fixed] and llm.stats.compilations == made
     part = llm.stats - begun
@@ -303,7 +302,7 @@ def test_rounds_of_few_rows_change_no_text(folders, monkeypatch):
         return chosen
 
     monkeypatch.setattr(Adaptive, "choose", choose)
-    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
+    monkeypatch.setattr(Settings, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
     llm._runner.adaptive = Adaptive({(3, shape): 1.0 for shape in shapes})
     outs = llm.generate(prompts, each)
     assert [out.token_ids for out in outs] == wanted and seen == set(shapes)

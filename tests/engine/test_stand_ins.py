@@ -6,7 +6,8 @@ from quick import prompt_rows
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine import buckets, runner
-from jaxspec.engine.programs import DecodeRounds, Prefill, Programs
+from jaxspec.engine.program_kinds import DecodeRounds, Prefill
+from jaxspec.engine.programs import Programs
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

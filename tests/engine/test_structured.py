@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine import automata_pool, structures
-from jaxspec.engine.programs import FillMasks, PlaceStates, Programs
+from jaxspec.engine.program_kinds import FillMasks, PlaceStates
+from jaxspec.engine.programs import Programs
 from jaxspec.structured import StructuredOutputsParams, automaton
 from jaxspec.structured.builder import Builder
 

@@ -8,9 +8,9 @@ import jaxspec
 from jaxspec.decode.accept import synthetic
 from jaxspec.engine import buckets
 from jaxspec.engine.buckets import Buckets
-from jaxspec.engine.programs import Programs
 from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.settings import Settings
 from jaxspec.model.draft_tree import DraftTree
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -33,7 +33,7 @@ def calls(monkeypatch):
         return call
 
     monkeypatch.setattr(Runner, "decode", noted)
-    monkeypatch.setattr(Programs, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
+    monkeypatch.setattr(Settings, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
     return seen
 
 
