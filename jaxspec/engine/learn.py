@@ -24,6 +24,7 @@ from jaxspec.checks import expanded
 from jaxspec.drafters.registry import abstract_drafter, load_drafter, save_trained
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.device_lock import DeviceLock
+from jaxspec.engine.drafting import Drafting
 from jaxspec.engine.memory import learning_bytes, memory_limit, memory_used, size
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -80,13 +81,13 @@ class Learning:
         self._ended: str | None = None  # why it ended
         self._saved = 0.0  # when `out` was last written, by the pace's clock
         self._start, self._recent = np.zeros(2), np.zeros(2)  # rounds and accepted drafts: before any weights changed, and lately
-        self._seen = sum((runner.watched for runner in self._runners), np.zeros(2))  # the same, since the LLM was loaded
+        self._seen = sum((drafting.watched for drafting in self._drafting), np.zeros(2))  # the same, since the LLM was loaded
         self._together = TOGETHER if len(shards.runners) > 1 else 1
         self._pace = Pace(learner.learn.share, lambda: accounts.seconds)
         if self._out is not None:
             self._begin_at(self._out)
-        for runner in self._runners:
-            runner.watching = True
+        for drafting in self._drafting:
+            drafting.watching = True
 
     def __enter__(self) -> Learning:
         return self
@@ -194,9 +195,13 @@ class Learning:
     def _runners(self) -> Sequence[Runner]:
         return self._shards.runners
 
+    @property
+    def _drafting(self) -> list[Drafting]:
+        return [runner.drafting for runner in self._runners]
+
     def _look(self) -> None:
         """Takes in the rounds of the weights in use since the last time."""
-        before, self._seen = self._seen, sum((runner.watched for runner in self._runners), np.zeros(2))
+        before, self._seen = self._seen, sum((drafting.watched for drafting in self._drafting), np.zeros(2))
         new = self._seen - before
         if not self._taken:
             self._start += new
@@ -207,9 +212,9 @@ class Learning:
         on all data shards."""
         if self._learner.lost:
             self._learner.begin_at(self.origin.weights)
-        if self._trial is not None and any(runner.trial is None for runner in self._runners) and self._trial.verdict is None:
-            for runner in self._runners:
-                runner.use(runner.drafter)
+        if self._trial is not None and any(drafting.trial is None for drafting in self._drafting) and self._trial.verdict is None:
+            for drafting in self._drafting:
+                drafting.use(drafting.drafter)
             self._trial = self._candidate = None
 
     def _work(self) -> None:
@@ -238,13 +243,13 @@ class Learning:
         self._shards.take(None)
         candidate, trial = self._learner.candidate(), Comparison(CANDIDATE, CURRENT, challenge=True)
         parts = [
-            Trial({CANDIDATE: weights, CURRENT: runner.drafter}, trial, apart=runner.drafter_owns_kv)
-            for runner, weights in zip(self._runners, self._of_shards(candidate), strict=True)
+            Trial({CANDIDATE: weights, CURRENT: drafting.drafter}, trial, apart=drafting.owns_kv)
+            for drafting, weights in zip(self._drafting, self._of_shards(candidate), strict=True)
         ]
         self._candidate, self._trial = candidate, trial  # first: if an interrupt comes before all shards run it, `_mend` gives it up
         self._offered, self._tried = self._learner.steps, self._tried + 1
-        for runner, part in zip(self._runners, parts, strict=True):
-            runner.begin_trial(part)
+        for drafting, part in zip(self._drafting, parts, strict=True):
+            drafting.begin_trial(part)
 
     def _take_verdict(self) -> None:
         """Takes in the verdict of a trial, if there is one. Where it fell, a data shard has the better weights already."""
@@ -258,8 +263,8 @@ class Learning:
         So weights that lost are learnt on, with twice as many updates until the next trial. Only if they stay worse, learning goes back.
         """
         self._shards.take(None)
-        for runner in self._runners:
-            runner.settle()
+        for drafting in self._drafting:
+            drafting.settle()
         won = trial.verdict == CANDIDATE
         if won:
             self.origin = dataclasses.replace(self.origin, weights=self._candidate)
@@ -284,10 +289,10 @@ class Learning:
     def _end(self, reason: str) -> None:
         self._ended = self._ended or reason
         self._trial = self._candidate = None
-        for runner in self._runners:
-            runner.watching = False
-            if runner.drafter is not None:  # unless the LLM is closed
-                runner.use(runner.drafter)
+        for drafting in self._drafting:
+            drafting.watching = False
+            if drafting.drafter is not None:  # unless the LLM is closed
+                drafting.use(drafting.drafter)
 
     def _of_shards(self, weights: Any) -> list[Any]:
         """Weights as each data shard computes with them, of weights as `Placement.place` lays them out."""
@@ -307,8 +312,8 @@ class Learning:
             _, self._learner.state = checkpoints.restore(out / STATE, *self._learner.state)
         self._offered = self._learner.steps
         self.origin = dataclasses.replace(self.origin, weights=weights)
-        for runner, part in zip(self._runners, self._of_shards(weights), strict=True):
-            runner.use(part)  # last: where something cannot be read, all stays as it was
+        for drafting, part in zip(self._drafting, self._of_shards(weights), strict=True):
+            drafting.use(part)  # last: where something cannot be read, all stays as it was
 
 
 def _goes_on(learn: Learn, out: Path) -> bool:

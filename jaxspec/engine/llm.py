@@ -105,7 +105,7 @@ class LLM:
                 trial = None if reading is None else readings.trial_of(its, part, reading)
                 runners.append(Runner(theirs, its if trial is None else trial.weights, own, part, **more))
                 if trial is not None:
-                    runners[-1].begin_trial(trial)
+                    runners[-1].drafting.begin_trial(trial)
             self._shards = Shards(runners)
         self._lock.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]
@@ -166,7 +166,7 @@ class LLM:
     @property
     def drafter(self) -> Drafter:
         self._check_open()
-        return self._runner.drafter
+        return self._runner.drafting.drafter
 
     @property
     def num_draft_tokens(self) -> int:

@@ -8,72 +8,35 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec import decode
-from jaxspec.decode.accept import COUPLED
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import arrays_of, init_state, packed
 from jaxspec.engine.automata_pool import Pool
-from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, padded, parts_end, prefill_rows, smallest
+from jaxspec.engine.buckets import Buckets, padded, parts_end, prefill_rows, smallest
+from jaxspec.engine.call import Call
 from jaxspec.engine.device_clock import Compiling, Times
-from jaxspec.engine.pictures import Picture
-from jaxspec.engine.program_kinds import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Score, padding
+from jaxspec.engine.drafting import Drafting
+from jaxspec.engine.program_choice import NextRows, ProgramChoice
+from jaxspec.engine.program_kinds import Admit, Fork, Program, Score, padding
 from jaxspec.engine.programs import Programs
 from jaxspec.engine.request import UNWRITTEN, Request
-from jaxspec.engine.round_shape import NO_DRAFTS, Adaptive, RoundShape, round_shapes
+from jaxspec.engine.round_shape import NO_DRAFTS, RoundShape
 from jaxspec.engine.settings import Settings, in_kernels
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stats import accepted_by_call
 from jaxspec.engine.structures import Structures
-from jaxspec.engine.trials import Tally, Trial
-from jaxspec.model.paged_kv import PagedKV
+from jaxspec.engine.trials import Tally
 from jaxspec.model.target import TargetModel
 from jaxspec.sampling.choice import PLAIN, Needs
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sharding.placement import Placement
 from jaxspec.trees import bytes_per_device, nbytes
-
-AnyProgram = TypeVar("AnyProgram", bound=Program)
-# Rounds, or calls that compute prompts, that a larger program runs in place of one that is not compiled, or that programs of fewer
-# sequences run in place of one for all. To compile a loop takes as long as some hundreds of its rounds, or thousands for a small model. It
-# is no time, so that the same calls always take the same programs.
-STANDS_IN = 256
-
-
-class Call(NamedTuple):
-    """A call that is under way."""
-
-    requests: Sequence[Request | None]  # those it works on; None for one that is not to be told of it
-    size: int  # its bucket
-    shape: RoundShape  # of its rounds; no drafts where it computes prompts
-    report: decode.Report  # what it returns
-    known: Sequence[int] = ()  # of how many tokens of each request the host knew when the call was made: the report tells of those after
-    rows: Sequence[int] = ()  # of each request's prompt that it computes, unless pages are lacking
-    finished: Sequence[Request | None] = ()  # those whose prompts it computes to their ends then
-    reaches: bool = True  # whether the host has something to do for one of these prompts then, so that the next call for prompts must wait
-    number: int = 0  # its place in the order in which the device runs calls that tell how many pages are free
-    variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
-    until_ended: int = 0  # its rounds return once so many more have ended, unless this is 0
-
-    def without(self, gone: Collection[Request]) -> Call | None:
-        """The call, of which these requests are not told; None if that leaves nobody."""
-        told, finished = ([None if r in gone else r for r in some] for some in (self.requests, self.finished))
-        return self._replace(requests=told, finished=finished) if any(told) else None
-
-
-class NextRows(NamedTuple):
-    """What a call for prompts computes of one of them."""
-
-    request: Request
-    computed: int  # rows that are computed before
-    goal: int  # up to which it is to be computed before the host has something to do, or an image begins
-    rows: int  # that the call computes
-    image: Picture | None = None  # among them
 
 
 class Runner:
@@ -97,14 +60,8 @@ class Runner:
         compiling: Compiling | None = None,
     ):
         self.settings = settings
-        self.target: Any = target  # this and the next: None once it is closed
-        self.drafter: Any = drafter
-        self.adaptive: Adaptive | None = None  # chooses the shape of rounds; None where all guess num_draft_tokens and verify them
-        self.trial: Trial | None = None  # of two variants of the drafter, as long as it is open; see `begin_trial`
-        self.watching = False  # whether `watched` counts
-        self.watched = np.zeros(2)  # rounds with drafts, and accepted drafts, of calls with the drafter in use
+        self.target: Any = target  # None once it is closed
         self.times = Times(clock, compiling)  # where the device's time went
-        self._stood_in = collections.Counter[Program]()  # the work that other programs have done in place of these
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
         states = (functools.partial(init_state, target, drafter, slots=n, **settings.state_sizes) for n in (1, 2))
@@ -118,11 +75,10 @@ class Runner:
         most = prefill_rows(target, in_kernels(settings.attention))
         end = parts_end(target, drafter, self.programs.state)
         self.buckets = Buckets(settings.max_slots, settings.max_len, most, end, settings.image_rows)
+        self.drafting = Drafting(drafter, self.programs, self.held)
+        # Rounds without drafts would never end a trial.
+        self.choice = ProgramChoice(self.programs, self.buckets, must_draft=lambda: self.drafting.trial is not None)
         self.pool = Pool(self.programs, structures, lambda: self.held.running)
-        parts = jax.tree.leaves(self.programs.state.drafter, is_leaf=lambda part: isinstance(part, PagedKV))
-        # Whether the drafter keeps K and V of its own, which its weights have computed.
-        self.drafter_owns_kv = any(isinstance(part, PagedKV) for part in parts)
-        self._writer = self.held.writer = self._new_writer()  # of the drafter in use, see `Request.writer`
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)  # on all devices of the shard
 
     @property
@@ -132,7 +88,7 @@ class Runner:
     def queues(self, needs: Needs) -> bool:
         """Whether rounds may be queued behind others before those are read. While a trial is open each call's drafter follows from what the
         calls before have shown."""
-        return self.programs.loops_return and self.trial is None and self.settings.steps_for(needs, 1, unread=2) > 0
+        return self.programs.loops_return and self.drafting.trial is None and self.settings.steps_for(needs, 1, unread=2) > 0
 
     @property
     def peak_bytes(self) -> int | None:
@@ -145,34 +101,6 @@ class Runner:
         if not isinstance(self._free, int):
             self._free = int(self.programs.fetch(self._free))
         return self._free
-
-    def programs_for(self, needs: Needs, scores: Collection[int] = (), adaptive: bool = False) -> list[Program]:
-        """All programs that requests with these needs use. scores: numbers of likely tokens, of texts that are scored. adaptive: whether
-        calls choose the shape of rounds."""
-        most = self.settings.num_draft_tokens
-        shapes = {size: round_shapes(size, most) if adaptive else (RoundShape(most),) for size in self.chain_sizes}
-        tree = self._tree
-        return [
-            *(DecodeRounds(size, needs, *tree) for size in self.buckets.trees if tree is not None),
-            *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
-            *(Prefill(size, chunk, needs) for size, chunk in self.buckets.prefill),
-            *(Prefill(*bucket, needs, self.settings.image_rows) for bucket in self.buckets.images),
-            *(Admit(size) for size in self.buckets.admit),
-            *(Fork(size) for size in self.buckets.fork),
-            *((PlaceStates(), FillMasks()) if needs.structured else ()),
-            *(Score(*self.buckets.prefill[0], count) for count in scores),
-        ]
-
-    @property
-    def chain_sizes(self) -> list[int]:
-        """The sizes of decode calls whose rounds guess chains: all, without trees."""
-        return [size for size in self.buckets.decode if size > TREE_SEQUENCES or self._tree is None]
-
-    @property
-    def _tree(self) -> RoundShape | None:
-        """The shape of rounds of few sequences, if it is a tree."""
-        tree = self.settings.tree
-        return None if tree is None else RoundShape(tree.depth, tree=tree)
 
     def warmup(self, programs: Collection[Program], *, structured: bool) -> Iterator[str]:
         """Compiles programs, and gives a line about each that is ready. structured: whether some are of structured texts."""
@@ -249,8 +177,8 @@ class Runner:
     def prefill(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> Call:
         """Starts one call that computes rows of some of the requests; the first ones come first. behind: a call before it that computes
         such rows and has not been read."""
-        program, some = self._next_rows(requests, needs, behind, work=1)
-        self._written([each.request for each in some])
+        program, some = self.choice.prompts(requests, needs, behind, work=1)
+        self.drafting.written([each.request for each in some])
         # The first part of each request comes first: the report is read there.
         parts = [(each, 0) for each in some]
         parts += [(each, at) for each in some for at in range(program.chunk, each.rows, program.chunk)]
@@ -259,7 +187,7 @@ class Runner:
             for each, at in parts
         ]
         columns = self._columns([each.request for each, _ in parts], program.size, *zip(*values, strict=True))
-        report = self.programs.run(program, columns, *self._images(some, program))
+        report = self.programs.run(program, columns, *self._images(some, program.size))
         reached = [each for each in some if each.computed + each.rows == each.goal]
         return Call(
             requests=[each.request for each in some],
@@ -273,74 +201,12 @@ class Runner:
             number=next(self._numbers),
         )
 
-    def _images(self, some: Sequence[NextRows], program: Prefill) -> list[Any]:
-        """The rows of the image of each, [image_rows, H], where the programs run, and any for the other parts; none without images."""
+    def _images(self, some: Sequence[NextRows], size: int) -> list[Any]:
+        """The rows of the image of each, [image_rows, H], where the programs run, and any for the others of `size` parts; none without
+        images."""
         found, here = [each.image.rows() for each in some if each.image is not None], set(self.programs.devices)
         found = [rows if isinstance(rows, jax.Array) and rows.devices() == here else np.asarray(rows) for rows in found]
-        return found + found[:1] * (program.size - len(found))
-
-    def used(self, requests: Sequence[Request], needs: Needs, behind: Call | None = None) -> float:
-        """The share of the next prefill call's rows that belong to prompts of these requests, 0 .. 1. behind: as for `prefill`."""
-        program, some = self._next_rows(requests, needs, behind)
-        return sum(each.rows for each in some) / (program.size * program.chunk)
-
-    def _next_rows(
-        self, requests: Sequence[Request], needs: Needs, behind: Call | None = None, work: int = 0
-    ) -> tuple[Prefill, list[NextRows]]:
-        """The program of the next call for prompts, and what it computes. behind: as for `prefill`. work: see `_at_hand`.
-
-        Prompts whose next rows have an image among them have calls of their own, before the others."""
-        coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
-        computed = [r.computed + coming.get(r, 0) for r in requests]
-        if self.buckets.images and (some := self._next_images(requests, computed)):
-            bucket = next((size, chunk) for size, chunk in self.buckets.images if size >= len(some))
-            return Prefill(*bucket, needs, self.settings.image_rows), some
-        goals = [r.next_stop(rows + 1) for r, rows in zip(requests, computed, strict=True)]
-        left = [goal - rows for goal, rows in zip(goals, computed, strict=True)]
-        best, *others = self.buckets.prefill_by_worth(left, computed)
-        least = sum(self.buckets.shared_out(left, computed, *best))
-        larger = [bucket for bucket in others if sum(self.buckets.shared_out(left, computed, *bucket)) >= least]
-        program = self._at_hand(Prefill(*best, needs), (Prefill(*bucket, needs) for bucket in larger), work)
-        rows = self.buckets.shared_out(left, computed, program.size, program.chunk)
-        return program, [NextRows(*each) for each in zip(requests, computed, goals, rows, strict=False)]
-
-    def _next_images(self, requests: Sequence[Request], computed: Sequence[int]) -> list[NextRows]:
-        """What a call with images computes, if these have an image among their next rows."""
-        most, chunk = self.buckets.images[-1]
-        found = list[NextRows]()
-        for request, rows in zip(requests, computed, strict=True):
-            image = request.picture_within(rows, chunk)
-            if image is not None:
-                goal = request.next_stop(image.end, image)
-                found.append(NextRows(request, rows, goal, min(goal - rows, chunk), image))
-        return found[:most]
-
-    def _rounds(self, sequences: int, needs: Needs, shape: RoundShape | None = None, work: int = 0) -> DecodeRounds:
-        """What runs rounds of so many sequences. shape: as for `decode`. work: see `_at_hand`."""
-        sizes, tree = self.buckets.decode, self._tree
-        if shape is None and tree is not None and sequences <= TREE_SEQUENCES:
-            sizes, shape = self.buckets.trees, tree
-        size = smallest(sizes, sequences)
-        if shape is None:
-            shape = self._shape(size, sequences, needs)
-        larger = (DecodeRounds(other, needs, *shape) for other in sizes if other > size)
-        return self._at_hand(DecodeRounds(size, needs, *shape), larger, work)
-
-    def _at_hand(self, wanted: AnyProgram, larger: Iterable[AnyProgram], work: int) -> AnyProgram:
-        """The program that is wanted, or a larger one that is ready in its place, until it has done so much work there that compiling would
-        have been worth it. work: how much it does now, in rounds, or in calls that compute prompts."""
-        if self._stood_in[wanted] < STANDS_IN and not self.programs.at_hand(wanted):
-            for program in filter(self.programs.at_hand, larger):
-                self._stood_in[wanted] += work
-                return program
-        return wanted
-
-    def prepare(self, requests: Sequence[Request], sequences: int, needs: Needs) -> None:
-        """Compiles what the next `prefill` of the requests takes and the rounds of so many sequences after it, both at a time."""
-        programs: list[Program] = [self._next_rows(requests, needs)[0]]
-        if sequences:
-            programs.insert(0, self._rounds(sequences, needs))  # which takes longer
-        self.programs.make_ready(programs)
+        return found + found[:1] * (size - len(found))
 
     def decode(
         self,
@@ -351,14 +217,13 @@ class Runner:
         shape: RoundShape | None = None,
         unread: int = 1,
     ) -> Call:
-        """Starts up to `steps` rounds of the requests, fewer if `until_ended` of them end before, unless that is 0. shape: of each round,
-        with at most the settings' number of drafts; by default a tree where the settings have one and there are few requests, else what
-        `adaptive` chooses among the compiled shapes, or the settings' number without it. unread: decode calls that may be under way at a
-        time with results that the host has not read, this one among them."""
-        program = self._rounds(len(requests), needs, shape, work=steps)
-        size, chosen = program.size, program.shape
-        variant = None if self.trial is None or shape is not None or not chosen.num_draft_tokens else self.trial.name
-        self._written(requests)
+        """Starts up to `steps` rounds of the requests, fewer if `until_ended` of them end before, unless that is 0. shape: as for
+        `ProgramChoice.rounds`. unread: decode calls that may be under way at a time with results that the host has not read, this one among
+        them."""
+        program = self.choice.rounds(len(requests), needs, shape, work=steps)
+        size, chosen, trial = program.size, program.shape, self.drafting.trial
+        variant = None if trial is None or shape is not None or not chosen.num_draft_tokens else trial.name
+        self.drafting.written(requests)
         unread = max([unread, *(1 + len(r.under_way) for r in requests)])
         steps, known = self.settings.steps_for(needs, steps, unread), [r.length for r in requests]
         columns = self._columns(requests, size, known, [steps] * size, [until_ended] * size)
@@ -376,31 +241,7 @@ class Runner:
         found = [
             r for r in self.held.running if r.ready and not r.ended and r not in requests and len(r.output) - r.taken < most and fits(r)
         ]
-        if found and not self.programs.at_hand(program := self._rounds(len(requests) + len(found), needs)):
-            self._stood_in[program] += steps
-            return found if self._stood_in[program] >= STANDS_IN else []
-        return found
-
-    def use(self, drafter: Drafter) -> None:
-        """Runs with these weights from now on, and ends a trial. They are like those before in shapes and shardings. What other weights
-        have computed serves no prompt any more."""
-        self._use(drafter, self._writer if drafter is self.drafter else self._new_writer())
-
-    def _use(self, drafter: Drafter, writer: object) -> None:
-        self.drafter = self.programs.drafter = drafter
-        self._writer = self.held.writer = writer
-        self.trial = None
-
-    def _new_writer(self) -> object:
-        return object() if self.drafter_owns_kv else None
-
-    def _shape(self, size: int, sequences: int, needs: Needs) -> RoundShape:
-        if self.adaptive is None or size not in self.adaptive.sizes:
-            return RoundShape(self.settings.num_draft_tokens)
-        compiled = [shape for shape in self.adaptive.shapes(size) if DecodeRounds(size, needs, *shape) in self.programs.compiled]
-        if self.trial is not None:  # rounds without drafts would never end it
-            compiled = [shape for shape in compiled if shape.num_draft_tokens] or compiled
-        return self.adaptive.choose(size, sequences, compiled)
+        return found if found and self.choice.worth_running(len(requests) + len(found), needs, steps) else []
 
     def read(self, calls: Sequence[Call]) -> bool:
         """Waits for calls and tells their requests what they report. Returns whether a call lacked pages and left its requests as they
@@ -408,7 +249,7 @@ class Runner:
         if not calls:
             return False
         reports = self.programs.fetch([call.report for call in calls])
-        wanted = self.adaptive is not None or self.watching or self.trial is not None
+        wanted = self.choice.adaptive is not None or self.drafting.watching or self.drafting.trial is not None
         for call, report in zip(calls, reports, strict=True):
             if call.number > self._told:  # rounds that were queued behind others may be read before them
                 self._free, self._told = int(report.free_pages), call.number
@@ -431,56 +272,11 @@ class Runner:
                     if request.writer is self.held.writer:
                         rounds, drafts = rounds + len(some) - kept, drafts + kept
             if flags:
-                self._see(accepted_by_call(np.asarray(flags)), np.asarray(verified), Tally(rounds, drafts), call)
-        self.settle()
+                accepted = accepted_by_call(np.asarray(flags))
+                self.choice.see(accepted, np.asarray(verified), call)
+                self.drafting.see(accepted, Tally(rounds, drafts), call)
+        self.drafting.settle()
         return any(report.starved for report in reports)
-
-    def _see(self, accepted: np.ndarray, verified: np.ndarray, tally: Tally, call: Call) -> None:
-        """Tells those who want to know what the rounds of a call verified and accepted. tally: of those rounds that count in a trial."""
-        if self.adaptive is not None and call.shape.tree is None:  # what a tree accepts says nothing of a chain
-            self.adaptive.see(accepted, verified, call.size, call.shape, len(call.requests))
-        in_use = call.variant is None
-        if call.variant is not None and self.trial is not None:
-            in_use = self.trial.variants[call.variant] is self.drafter
-            self.trial.see(call.variant, tally)
-        if call.shape.num_draft_tokens and self.watching and in_use:
-            self.watched = self.watched + (len(accepted), accepted.sum())
-
-    def begin_trial(self, trial: Trial) -> None:
-        """Lets variants of the drafter, which is one of them, take turns call by call, until there is a verdict: see `use`.
-
-        They must have its shapes, static fields and placement. Raises ValueError for an acceptance rule with which the text depends on the
-        drafter, and while another trial is open."""
-        rule = self.settings.accept.name
-        if rule != COUPLED.name:
-            raise ValueError(
-                f"the acceptance rule is {rule!r}; only with {COUPLED.name!r} can drafters be tried, since texts do not change"
-            )
-        if self.trial is not None:
-            raise ValueError(f"a trial of {' and '.join(self.trial.comparison.names)} is open; expected none")
-        for name, weights in trial.variants.items():
-            if weights is self.drafter:  # what it has computed before serves its calls
-                trial.writers[name] = self._writer
-        self.trial = trial
-        self.settle()
-
-    def settle(self) -> None:
-        """Takes the variant of the next call; after the verdict of a trial that is the drafter, from now on."""
-        if self.trial is None:
-            return
-        weights, writer = self.trial.weights, self.trial.writer if self.trial.apart else self._writer
-        if self.trial.verdict is None:
-            self.programs.drafter, self.held.writer = weights, writer
-        else:
-            self._use(weights, writer)
-
-    def _written(self, requests: Sequence[Request]) -> None:
-        """Notes that the next call computes rows of these requests."""
-        for request in requests:
-            if request.writer is UNWRITTEN:
-                request.writer = self.held.writer
-            elif request.writer is not self.held.writer:
-                request.writer = None
 
     def score(self, request: Request, count: int, make_room: Callable[[Request], None]) -> Logprobs:
         """The log-probabilities of a whole text, by another pass over it in a free slot: entry i is of token i + 1, with the `count` most
@@ -517,7 +313,8 @@ class Runner:
         self.held.clear()
         self.pool.clear()
         self._free = 0
-        self.target = self.drafter = self.trial = None
+        self.target = None
+        self.drafting.close()
         self.programs.close()
 
     def ready(self) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec import decode
+from jaxspec.engine.call import Call
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import Call, Runner
+from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import STEPS
 from jaxspec.engine.slots import boundary, common
 from jaxspec.sampling.choice import Needs
@@ -162,7 +163,7 @@ class Turn:
         call, self._prompts = self._prompts, None
         if call is None and computing:
             to_decode = sum(not r.ended and r.length + 1 < r.limit for r in self.active)  # the others end with their first token
-            self._runner.prepare(computing, to_decode, needs)
+            self._runner.choice.prepare(computing, to_decode, needs)
             call = self._runner.prefill(computing, needs)
         return call
 
@@ -204,11 +205,11 @@ class Turn:
         """Waits for a step's calls, and queues the next rows of prompts as soon as it can. Keeps prompts that have come to where they are
         to be kept, and makes room if pages were lacking."""
         runner = self._runner
-        if prompts is not None and not prompts.reaches and runner.used(computing, needs, prompts) >= ENOUGH:
+        if prompts is not None and not prompts.reaches and runner.choice.used(computing, needs, prompts) >= ENOUGH:
             self._prompts = runner.prefill(computing, needs, prompts)
         starved = runner.read([] if prompts is None else [prompts])
         left, to_keep = [r for r in computing if not (r.ready or r.ended)], any(r.computed in r.goals for r in computing)
-        if left and not (starved or to_keep or self._rounds or self._prompts) and runner.used(left, needs) >= ENOUGH:
+        if left and not (starved or to_keep or self._rounds or self._prompts) and runner.choice.used(left, needs) >= ENOUGH:
             self._prompts = runner.prefill(left, needs)
         starved |= runner.read([] if rounds is None else [rounds])
         if starved:  # what is queued lacked the same pages

@@ -31,16 +31,16 @@ def warm_up(
     runners: of all data shards. scores: numbers of likely tokens, of texts that are scored. requests: makes so many requests, as `measured`
     takes them.
     """
-    programs = list(dict.fromkeys(p for some in needs for p in runners[0].programs_for(some, scores, adaptive)))
+    programs = list(dict.fromkeys(p for some in needs for p in runners[0].choice.all_for(some, scores, adaptive)))
     with tqdm(total=len(runners) * len(programs), desc="Compiling", disable=not progress) as bar:
         for runner in runners:
             for line in runner.warmup(programs, structured=any(some.structured for some in needs)):
                 bar.set_postfix_str(line)
                 bar.update()
-        if adaptive and runners[0].adaptive is None:
+        if adaptive and runners[0].choice.adaptive is None:
             costs = measured(runners[0], needs[0], requests)
             for runner in runners:
-                runner.adaptive = Adaptive(costs) if costs else None
+                runner.choice.adaptive = Adaptive(costs) if costs else None
 
 
 def measured(runner: Runner, needs: Needs, requests: Callable[[int], list[Request]]) -> dict[tuple[int, RoundShape], float] | None:
@@ -48,19 +48,19 @@ def measured(runner: Runner, needs: Needs, requests: Callable[[int], list[Reques
 
     Everything must be compiled. requests: makes so many requests with short prompts, which end at max_len only.
     """
-    costs, settings, watched = {}, runner.settings, runner.watched
+    costs, settings, watched = {}, runner.settings, runner.drafting.watched
     rounds = min(TIMED, ((settings.max_len - 2) // (settings.most_accepted + 1) - WARM) // CALLS - 2)
     if rounds < 1 or runner.free_slots < settings.max_slots:
         return None
     try:
-        for size in runner.chain_sizes:
+        for size in runner.choice.chain_sizes:
             for shape in round_shapes(size, settings.num_draft_tokens):
                 cost = _cost(runner, requests(size), rounds, needs, shape)
                 if cost is None:
                     return None
                 costs[size, shape] = cost
     finally:
-        runner.watched = watched  # these texts are nobody's
+        runner.drafting.watched = watched  # these texts are nobody's
     return costs
 
 

@@ -74,7 +74,7 @@ def test_texts_are_the_same_and_nothing_is_compiled_anew(kind, caplog):
         assert stats.learning is not None and stats.learning.updates == told.updates
         now = jax.device_get(llm.drafter)
         changed = [not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(now), strict=True)]
-        assert any(changed) and llm._runner.trial is None
+        assert any(changed) and llm._runner.drafting.trial is None
         # Learning has ended, and what was learnt stays in use.
         for c in llm.generate([p for p, _ in asked[:3]], [dataclasses.replace(p, n=1) for _, p in asked[:3]]):
             same(c, expected[c.prompt_index][0])

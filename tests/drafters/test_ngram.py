@@ -188,7 +188,7 @@ def test_shapes_are_chosen_by_rows_and_not_by_guesses(looking, monkeypatch):
     seen = []
     monkeypatch.setattr(Adaptive, "see", lambda self, accepted, verified, *more: seen.extend(verified.tolist()))
     monkeypatch.setattr(Adaptive, "choose", lambda self, size, *more: RoundShape(3))
-    monkeypatch.setattr(looking._runner, "adaptive", Adaptive({(3, RoundShape(3)): 1.0}))
+    monkeypatch.setattr(looking._runner.choice, "adaptive", Adaptive({(3, RoundShape(3)): 1.0}))
     outs = looking.generate(PROMPTS[:3], jaxspec.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
     assert set(seen) == {3} and check_counts(outs, 3)[1] < len(seen)
 

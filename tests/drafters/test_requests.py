@@ -164,24 +164,24 @@ def test_pages_that_running_sequences_share_are_given_up_last():
 def test_what_other_weights_have_computed_serves_no_prompt():
     """The drafter has K and V of its own. Those of other weights would cost acceptance as long as a prompt is kept."""
     llm, short = llm_of("modules"), SamplingParams(seed=3, max_tokens=3, **PLAIN)
-    runner, mine = llm._runner, llm.drafter
+    drafting, mine = llm._runner.drafting, llm.drafter
 
     def cached():
         return [c.num_cached_tokens for c in llm.generate(fixed(2, 50, shared=37), short)]
 
     with only(llm):
         assert cached() == [0, 36]
-        runner.use(mine)
+        drafting.use(mine)
         assert min(cached()) >= 36
         trial = Trial({"mine": mine, "new": jax.tree.map(jnp.copy, mine)}, Comparison("new", "mine"), apart=True, turn=10**6)
-        runner.begin_trial(trial)
+        drafting.begin_trial(trial)
         assert cached() == [0, 36]
         trial.comparison.verdict = "mine"
-        runner.settle()
-        assert runner.drafter is mine and min(cached()) >= 36  # of those from before the trial
-        runner.use(trial.variants["new"])
+        drafting.settle()
+        assert drafting.drafter is mine and min(cached()) >= 36  # of those from before the trial
+        drafting.use(trial.variants["new"])
         assert cached() == [0, 36]
-        runner.use(mine)
+        drafting.use(mine)
 
 
 def test_a_long_prompt_lets_others_decode_between_its_chunks(monkeypatch):

@@ -50,7 +50,7 @@ def texts(kind, count=0, rule=COUPLED, rows=None, tree=None):
         with LLM(rounds.target(), drafter, tiny.Letters(), settings, eos_token_ids=EOS) as llm:
             llm._structures.__dict__["vocabulary"] = vocabulary()
             llm._needs = lambda requests: Needs(structured=True)
-            llm._runner._shape = lambda *_: RoundShape(count, rows)
+            llm._runner.choice._shape = lambda *_: RoundShape(count, rows)
             asked = [
                 SamplingParams(temperature=1.0, seed=i, max_tokens=40, structured_outputs=None if e is None else {"regex": e})
                 for i, e in enumerate(EXPRESSIONS)

@@ -124,7 +124,7 @@ def test_a_drafter_that_learnt_is_gone_on_from_where_its_state_is_lost(folders, 
         before = llm.drafter
         with pytest.raises(ValueError, match=r"learning/7 cannot be read .*; remove .*learning to begin anew"):
             llm.learn(dataclasses.replace(learn, out=out))
-        assert llm.drafter is before and not llm._runner.watching
+        assert llm.drafter is before and not llm._runner.drafting.watching
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="cannot be read"):
         patch.setattr(llm_module.LLM, "close", lambda llm, close=llm_module.LLM.close: closed.append(llm) or close(llm))
         jaxspec.load(*folders, learn=dataclasses.replace(learn, out=out), **SIZES)

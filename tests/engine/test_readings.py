@@ -96,5 +96,5 @@ def test_data_shards_find_it_out_together(texts, tmp_path):
     assert [c.token_ids for c in llm.generate(PROMPTS * 7, MIXED)[:4]] == texts
     llm.generate(PROMPTS * 7, MIXED)  # a shard learns of the verdict when it has read its next call
     assert llm.stats.reading.verdict == "sample_from_anchor=false"
-    assert [int(runner.drafter.reading) for runner in llm._shards.runners] == [1, 1]
-    assert all(runner.trial is None for runner in llm._shards.runners)
+    assert [int(runner.drafting.drafter.reading) for runner in llm._shards.runners] == [1, 1]
+    assert all(runner.drafting.trial is None for runner in llm._shards.runners)

@@ -210,8 +210,8 @@ def test_a_round_costs_what_it_adds_to_a_call(monkeypatch, max_len, found):
     runner = types.SimpleNamespace(
         settings=Settings(num_draft_tokens=3, max_slots=1, max_len=max_len),
         free_slots=1,
-        watched=0,
-        chain_sizes=Buckets(1, max_len).decode,
+        drafting=types.SimpleNamespace(watched=0),
+        choice=types.SimpleNamespace(chain_sizes=Buckets(1, max_len).decode),
         admit=lambda active: None,
         end=lambda active: None,
         decode=decode,
@@ -233,12 +233,12 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
     prompts, each = [[5, 6, 7], [8, 9], [10]], [params(0), params(1), params(2)]
     fixed = llm.generate(prompts, each)  # K = 3, as the drafter says: nothing is known of costs yet
     assert {out.stats.drafted for out in fixed} == {3 * out.stats.steps for out in fixed}
-    runner = llm._runner
-    runner.watching = True
+    choice, drafting = llm._runner.choice, llm._runner.drafting
+    drafting.watching = True
     llm.warmup(each[1])
     made = llm.stats.compilations
-    assert not runner.watched.any()
-    assert set(runner.adaptive.costs) == {(1, RoundShape(k)) for k in (0, 2, 3)} and all(c > 0 for c in runner.adaptive.costs.values())
+    assert not drafting.watched.any()
+    assert set(choice.adaptive.costs) == {(1, RoundShape(k)) for k in (0, 2, 3)} and all(c > 0 for c in choice.adaptive.costs.values())
     assert llm.stats.steps == sum(out.stats.steps for out in fixed)  # what was timed counts nowhere
 
     turns, begun = itertools.cycle(map(RoundShape, [3, 0, 2])), llm.stats
@@ -254,7 +254,7 @@ def test_an_llm_chooses_once_it_is_warm(folders, monkeypatch):
 
     for _ in range(3):  # of a drafter that guesses nothing right
         assert [out.token_ids for out in llm.generate(prompts, each)] == [out.token_ids for out in fixed]
-    assert runner.adaptive.rates[0] < 0.5
+    assert choice.adaptive.rates[0] < 0.5
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_rounds_of_few_rows_change_no_text(folders, monkeypatch):
 
     monkeypatch.setattr(Adaptive, "choose", choose)
     monkeypatch.setattr(Settings, "steps_for", lambda self, needs, steps, unread=1: min(steps, 3 // unread))
-    llm._runner.adaptive = Adaptive({(3, shape): 1.0 for shape in shapes})
+    llm._runner.choice.adaptive = Adaptive({(3, shape): 1.0 for shape in shapes})
     outs = llm.generate(prompts, each)
     assert [out.token_ids for out in outs] == wanted and seen == set(shapes)
     assert llm.stats.preemptions > 0

@@ -5,7 +5,7 @@ from quick import prompt_rows
 
 import jaxspec
 from jaxspec import SamplingParams
-from jaxspec.engine import buckets, runner
+from jaxspec.engine import buckets, program_choice
 from jaxspec.engine.program_kinds import DecodeRounds, Prefill
 from jaxspec.engine.programs import Programs
 
@@ -71,8 +71,8 @@ def test_a_call_compiles_one_loop_for_all_its_sequences_beside_what_computes_pro
 
 def test_a_smaller_loop_is_compiled_once_that_is_worth_it(llm, served, alone, monkeypatch):
     made = served[-1]
-    llm._runner._stood_in.clear()
-    monkeypatch.setattr(runner, "STANDS_IN", 9)
+    llm._runner.choice._stood_in.clear()
+    monkeypatch.setattr(program_choice, "STANDS_IN", 9)
     found = []
     for chunk in llm.stream(WORDS[2], params(max_tokens=40), steps=4):
         found += chunk.token_ids
@@ -86,8 +86,8 @@ def test_a_loop_for_open_streams_is_compiled_once_that_is_worth_it(llm, served, 
     made, compiled = served[-1], llm._runner.programs.compiled
     for program in [program for program in compiled if isinstance(program, DecodeRounds)]:
         del compiled[program]
-    llm._runner._stood_in.clear()
-    monkeypatch.setattr(runner, "STANDS_IN", 12)
+    llm._runner.choice._stood_in.clear()
+    monkeypatch.setattr(program_choice, "STANDS_IN", 12)
     streams = [llm.stream(word, params(max_tokens=60), steps=4) for word in WORDS[:2]]
     found = [list(next(stream).token_ids) for stream in streams]
     found[0] += next(streams[0]).token_ids
@@ -115,6 +115,6 @@ def test_a_larger_call_for_prompts_stands_in_where_it_does_all_the_rows(llm, ser
     assert sizes(made, Prefill) == [1] and not sizes(made, DecodeRounds)  # the rest of the prompt has no program of its own
     assert texts(llm, WORDS[:1]) == alone[:1]
     assert sizes(made, Prefill) == [1]
-    monkeypatch.setattr(runner, "STANDS_IN", 0)
+    monkeypatch.setattr(program_choice, "STANDS_IN", 0)
     assert texts(llm, WORDS[1:2]) == alone[1:2]
     assert [program.chunk for programs in made for program in programs if isinstance(program, Prefill)] == [128, 64]

@@ -68,10 +68,10 @@ def test_few_sequences_have_trees_and_more_have_chains(folders, calls, monkeypat
 def test_warm_up_compiles_trees_and_times_chains_of_more(folders):
     with jaxspec.load(*folders, num_draft_tokens=2, tree=6, adaptive_verification=True, max_len=64, max_slots=6, progress=False) as llm:
         llm.warmup(params(1))
-        runner, made = llm._runner, llm.stats.compilations
-        assert set(runner.adaptive.sizes) == {6} == {*runner.chain_sizes} and Buckets(6, 64).trees == [1, 4]
+        choice, made = llm._runner.choice, llm.stats.compilations
+        assert set(choice.adaptive.sizes) == {6} == {*choice.chain_sizes} and Buckets(6, 64).trees == [1, 4]
         llm.generate(PROMPTS[:3], [params(1)] * 3)
-        assert llm.stats.compilations == made and runner.adaptive.rates == runner.adaptive.rates
+        assert llm.stats.compilations == made and choice.adaptive.rates == choice.adaptive.rates
 
 
 @pytest.mark.parametrize(

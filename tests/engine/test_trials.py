@@ -154,11 +154,11 @@ def test_an_llm_keeps_the_better_drafter_and_its_texts():
     """The spoilt drafter is the one in use. As both keep K and V of their own, no round of a sequence counts that both have served."""
     llm = jaxspec.load("pocket", "pocket-dflash", **LOADED, kv_pages=3)
     good, runner, comparison, seen = llm.drafter, llm._runner, Comparison("spoilt", "good"), collections.Counter()
-    runner.use(spoilt(good, 0.7))
-    trial = Trial({"spoilt": llm.drafter, "good": good}, comparison, apart=runner.drafter_owns_kv, turn=16)
-    runner.begin_trial(trial)
+    runner.drafting.use(spoilt(good, 0.7))
+    trial = Trial({"spoilt": llm.drafter, "good": good}, comparison, apart=runner.drafting.owns_kv, turn=16)
+    runner.drafting.begin_trial(trial)
     with pytest.raises(ValueError, match="a trial of spoilt and good is open; expected none"):
-        runner.begin_trial(Trial({"spoilt": good, "good": good}, comparison))
+        runner.drafting.begin_trial(Trial({"spoilt": good, "good": good}, comparison))
     see, writers = trial.see, {writer: name for name, writer in trial.writers.items()}
 
     def seeing(name, tally):
@@ -171,7 +171,7 @@ def test_an_llm_keeps_the_better_drafter_and_its_texts():
     trial.see = seeing
     assert trial.apart and llm.drafter is not good
     assert [c.token_ids for c in llm.generate(PROMPTS * 9, SAMPLED)] == without_drafts()
-    assert comparison.verdict == "good" and llm.drafter is good and runner.trial is None
+    assert comparison.verdict == "good" and llm.drafter is good and runner.drafting.trial is None
     assert all(seen[name, kind] for name in comparison.names for kind in ("whole", "mixed"))
     assert llm.stats.preemptions > 0
     lengths = {name: tally.acceptance_length for name, tally in comparison.tallies.items()}
@@ -182,4 +182,4 @@ def test_an_llm_keeps_the_better_drafter_and_its_texts():
 def test_only_the_coupled_rule_allows_a_trial():
     llm = jaxspec.load("pocket", "pocket-mtp", **LOADED, accept="standard")
     with pytest.raises(ValueError, match="the acceptance rule is 'standard'; only with 'coupled' can drafters be tried"):
-        llm._runner.begin_trial(Trial({"a": llm.drafter, "b": llm.drafter}, Comparison("a", "b")))
+        llm._runner.drafting.begin_trial(Trial({"a": llm.drafter, "b": llm.drafter}, Comparison("a", "b")))

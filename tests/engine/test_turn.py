@@ -10,10 +10,10 @@ import pytest
 
 from jaxspec import decode, released
 from jaxspec.engine.buckets import Buckets, prefill_rows
+from jaxspec.engine.call import Call
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import Call
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.turn import AHEAD, BESIDE, BRIEF, PATIENCE, STEPS, TOGETHER, WATCHED, WATCHED_ALONE, Turn
@@ -36,6 +36,7 @@ class Notes:
         self.held, self.calls, self.free_pages, self.starved, self.ends = Slots(slots + 1), [], 100, False, set()
         self.count, self.times, self.queueing, self.unread, self.told, self.prepared = 0, Times(lambda: 0.0), False, [], [], []
         self.behind, self.prompts_read, self.steps, self.until_ended, self.others = [], 0, 0, 0, []
+        self.choice = self  # it takes the same notes of what is asked of that
 
     @property
     def free_slots(self):

@@ -97,30 +97,30 @@ def test_a_verdict_that_no_call_has_seen_holds_when_learning_ends(folders, tmp_p
         learning = llm.learn(dataclasses.replace(LEARN, out=tmp_path / "out"))
         learning._offer()
         candidate, runners = learning._candidate, llm._shards.runners
-        wanted = [runner.trial.variants["candidate"] for runner in runners]
+        wanted = [runner.drafting.trial.variants["candidate"] for runner in runners]
         learning._trial.verdict = "candidate"
-        runners[0].settle()
+        runners[0].drafting.settle()
         learning.close()
         assert (learning.stats.tried, learning.stats.taken) == (1, 1) and learning.origin.weights is candidate
-        assert all(runner.drafter is one and runner.trial is None for runner, one in zip(runners, wanted, strict=True))
+        assert all(runner.drafting.drafter is one and runner.drafting.trial is None for runner, one in zip(runners, wanted, strict=True))
 
 
 def test_a_trial_that_an_interrupt_keeps_from_beginning_is_given_up(folders, monkeypatch):
     """On the first data shard, or on the second after it. Else learning would wait for its verdict, which nobody or one shard finds."""
     with loaded(folders, data=2) as llm, llm.learn(LEARN) as learning:
-        runners = llm._shards.runners
-        used = [runner.drafter for runner in runners]
-        for i, runner in enumerate(runners):
+        shards = [runner.drafting for runner in llm._shards.runners]
+        used = [drafting.drafter for drafting in shards]
+        for i, drafting in enumerate(shards):
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(runner, "begin_trial", lambda part: (_ for _ in ()).throw(KeyboardInterrupt))
+                patch.setattr(drafting, "begin_trial", lambda part: (_ for _ in ()).throw(KeyboardInterrupt))
                 learning._offer()
-            assert [other.trial is not None for other in runners] == [i > 0, False]
+            assert [other.trial is not None for other in shards] == [i > 0, False]
             learning.between()
-            assert learning._trial is None and all(other.trial is None for other in runners)
-            assert all(other.drafter is one for other, one in zip(runners, used, strict=True))
+            assert learning._trial is None and all(other.trial is None for other in shards)
+            assert all(other.drafter is one for other, one in zip(shards, used, strict=True))
         learning._offer()
         learning.between()
-        assert learning._trial is not None and all(runner.trial is not None for runner in runners)
+        assert learning._trial is not None and all(drafting.trial is not None for drafting in shards)
 
 
 @pytest.mark.slow  # as above
