@@ -32,6 +32,7 @@ from jaxspec.bench.report import BenchReport, DecodeFigures, PrefillFigures, Pro
 from jaxspec.bench.workload import QUEUED, WARM_UP_STEPS, WARM_UPS, BenchPlan, Workload
 from jaxspec.checks import expanded
 from jaxspec.engine import cuda_graphs
+from jaxspec.engine.buckets import spares
 from jaxspec.engine.program_kinds import decode_rounds, prefill
 from jaxspec.engine.programs import flat
 from jaxspec.interrupts import compiled, undisturbed
@@ -319,25 +320,29 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
     state, on = jax.block_until_ready(layout.empty()), layout.on
     (weights, models), form = jax.tree.flatten((target, drafter)), jax.tree.structure(state)
     admit = jax.jit(on(_admit), donate_argnums=0)
-    programs: dict[int, tuple[Any, ProgramCost]] = {}
+    programs: dict[tuple[int, bool], tuple[Any, ProgramCost]] = {}  # by rows, and whether prompts may come to their ends
     for length in plan.prefill:
         chunk = min(work.prefill_chunk, length)
-        rows = functools.partial(prefill, chunk=chunk, round=dataclasses.replace(work.round, needs=_free(work.round.needs)))
-        function = flat(on(rows, WHOLE), models, form)
+        settings = {"chunk": chunk, "round": dataclasses.replace(work.round, needs=_free(work.round.needs))}
         columns = [np.asarray([[0, length, length, 0, begin, 0, 0]], np.int32) for begin in range(0, length, chunk)]
         stage(f"prompt of {length}: compile")
-        if chunk not in programs:
-            programs[chunk] = _compiled(function, weights, None, jax.tree.leaves(state), columns[0], compiler=_plainly)
-        program, cost = programs[chunk]
+        for ends in (True, *((False,) if length > chunk and spares(target, drafter) else ())):
+            function = flat(on(functools.partial(prefill, ends=ends, **settings), WHOLE), models, form)
+            if (chunk, ends) not in programs:
+                programs[chunk, ends] = _compiled(function, weights, None, jax.tree.leaves(state), columns[0], compiler=_plainly)
+        program, cost = programs[chunk, True]
+        within, _ = programs.get((chunk, False), (program, None))
         requests = _requests(work, target.config, 1, length, length + 2)
 
-        def compute(program: Any, length: int = length, requests: decode.Requests = requests, columns: list[np.ndarray] = columns) -> float:
+        def compute(
+            program: Any, within: Any, length: int = length, requests: decode.Requests = requests, columns: list[np.ndarray] = columns
+        ) -> float:
             nonlocal state
             state = jax.block_until_ready(compiled(admit, state, slots, requests)(state, slots, requests))
             leaves = jax.tree.leaves(state)
             begun = time.perf_counter()
             for each in columns:
-                leaves, _ = program(weights, None, leaves, each)
+                leaves, _ = (program if each is columns[-1] else within)(weights, None, leaves, each)
             jax.block_until_ready(leaves)
             took = 1e3 * (time.perf_counter() - begun)
             state = form.unflatten(leaves)
@@ -347,15 +352,16 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
 
         stage(f"prompt of {length}: time")
         warm_ups = math.ceil(WARM_UPS / len(columns))
-        spread = Spread.of([compute(program) for _ in range(warm_ups + work.repeats)][warm_ups:])
+        spread = Spread.of([compute(program, within) for _ in range(warm_ups + work.repeats)][warm_ups:])
         found: tuple[kernel_times.KernelTime, ...] = ()
         if work.profile is not None:
             if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
+                function = flat(on(functools.partial(prefill, **settings), WHOLE), models, form)
                 program, _ = _compiled(function, weights, None, jax.tree.leaves(state), columns[0], compiler=cuda_graphs.without)
-                compute(program)  # loads the kernels
+                compute(program, program)  # loads the kernels
             folder = expanded(work.profile) / f"prompt-{length}"
             with jax.profiler.trace(str(folder)):
-                compute(program)
+                compute(program, program)
             found = tuple(kernel_times.read_trace(folder, program.as_text(), plan.placement.size))
         flops = roofline.prefill_flops(plan.target_tree, length, chunk, drafter.taps)
         share = 1e3 * flops / spread.median / (rate * plan.devices_of_a_shard)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.model.config import SLIDING
 from jaxspec.model.paged_kv import PagedKV, has_room, page_size_of
-from jaxspec.model.target import TargetModel
+from jaxspec.model.target import TargetModel, last_row_layer
 
 BUCKET_RATIO = 8  # between the sizes of decode calls
 PREFILL_ROWS = 512  # rows of the largest prefill call at least; see `prefill_rows`
@@ -64,6 +64,12 @@ class Buckets:
 
         return sorted({(size_of(size, chunk), min(chunk, self.max_len)) for size, chunk in found})
 
+    def within(self, target: TargetModel, drafter: Any) -> list[tuple[int, int]]:
+        """(sequences, rows of each) of calls for rows of long prompts before their ends: the largest of one sequence, if that `spares`
+        something."""
+        chunk = max(chunk for size, chunk in self.prefill if size == 1)
+        return [(1, chunk)] if spares(target, drafter) and chunk < self.max_len - 1 else []
+
     @property
     def images(self) -> list[tuple[int, int]]:
         """(sequences, rows of each) of a prefill call with an image of each sequence; none where prompts have no images."""
@@ -105,6 +111,12 @@ class Buckets:
             shares.append(min(missing, parts * chunk))
             size -= parts
         return shares
+
+
+def spares(target: TargetModel, drafter: Any) -> bool:
+    """Whether a call for rows before a prompt's end need not compute all layers: those that compute a last row alone, where the drafter
+    waits for it."""
+    return last_row_layer(target.config, drafter.taps) < target.config.num_hidden_layers and getattr(drafter, "takes_parts", False)
 
 
 def image_chunk(image_rows: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -44,6 +45,7 @@ class ProgramChoice:
         self._programs, self._settings, self._buckets, self._must_draft = programs, programs.settings, buckets, must_draft
         self.adaptive: Adaptive | None = None  # chooses the shape of rounds; None where all guess num_draft_tokens and verify them
         self._stood_in = collections.Counter[Program]()  # the work that other programs have done in place of these
+        self._within = buckets.within(programs.target, programs.drafter)
 
     def all_for(self, needs: Needs, scores: Collection[int] = (), adaptive: bool = False) -> list[Program]:
         """All programs that requests with these needs use. scores: numbers of likely tokens, of texts that are scored. adaptive: whether
@@ -56,6 +58,7 @@ class ProgramChoice:
             *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in buckets.prefill),
             *(Prefill(*bucket, needs, self._settings.image_rows) for bucket in buckets.images),
+            *(Prefill(*bucket, needs, ends=False) for bucket in self._within),
             *(Admit(size) for size in buckets.admit),
             *(Fork(size) for size in buckets.fork),
             *((PlaceStates(), FillMasks()) if needs.structured else ()),
@@ -105,7 +108,11 @@ class ProgramChoice:
         larger = [bucket for bucket in others if sum(buckets.shared_out(left, computed, *bucket)) >= least]
         program = self._at_hand(Prefill(*best, needs), (Prefill(*bucket, needs) for bucket in larger), work)
         rows = buckets.shared_out(left, computed, program.size, program.chunk)
-        return program, [NextRows(*each) for each in zip(requests, computed, goals, rows, strict=False)]
+        some = [NextRows(*each) for each in zip(requests, computed, goals, rows, strict=False)]
+        if (program.size, program.chunk) in self._within and all(each.computed + each.rows < each.request.goal for each in some):
+            within = dataclasses.replace(program, ends=False)
+            program = within if self._programs.at_hand(within) else program  # worth no compilation while others wait
+        return program, some
 
     def _images(self, requests: Sequence[Request], computed: Sequence[int]) -> list[NextRows]:
         """What a call with images computes, if these have an image among their next rows."""

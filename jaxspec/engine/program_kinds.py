@@ -37,11 +37,11 @@ def fork(target: Any, drafter: Any, automata: None, state: DecodeState, columns:
     return state, state.cache.free_count + 0
 
 
-def prefill(target, drafter, automata, state, columns, *images, chunk, round) -> Any:
+def prefill(target, drafter, automata, state, columns, *images, **static) -> Any:
     slots, until, known, offset, after, begin, count = columns.T
     inserted = Inserted(jnp.stack(images), begin, count) if images else None
-    state = decode.prefill(target, drafter, state, slots, until, offset, after, inserted, chunk=chunk, round=round, automata=automata)
-    return state, decode.report(state, slots, known, 1, round.needs.logprobs is not None)
+    state = decode.prefill(target, drafter, state, slots, until, offset, after, inserted, automata=automata, **static)
+    return state, decode.report(state, slots, known, 1, static["round"].needs.logprobs is not None)
 
 
 def decode_rounds(target, drafter, automata, state, columns, *, width, round) -> Any:
@@ -121,12 +121,13 @@ class Prefill(Program):
     chunk: int  # rows of each
     needs: Needs  # what sampling is compiled for
     image_rows: int = 0  # of an image in each part at most; 0 for text alone
+    ends: bool = True  # whether prompts may come to their ends
 
     def __str__(self) -> str:
-        return f"prefill {self.size} {self.chunk}{' with images' if self.image_rows else ''}"
+        return f"prefill {self.size} {self.chunk}{' with images' if self.image_rows else ''}{'' if self.ends else ' within'}"
 
     def to_lower(self, settings: Settings, slots: int, target: TargetModel) -> ToLower:
-        function = functools.partial(prefill, chunk=self.chunk, round=settings.round(self.needs))
+        function = functools.partial(prefill, chunk=self.chunk, ends=self.ends, round=settings.round(self.needs))
         rows = np.zeros((self.image_rows, target.config.hidden_size), target.dtype)
         images = [rows] * (self.size if self.image_rows else 0)
         return function, [padding(slots, self.size, 7), *images]
