@@ -17,7 +17,7 @@ from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_ot
 from jaxspec.batch.lines import LineReader, derived_seed
 from jaxspec.checks import integer, type_name
 from jaxspec.engine.completion import Completion
-from jaxspec.engine.llm import Prompt
+from jaxspec.engine.intake import Prompt
 from jaxspec.engine.params import MAX_SEED, SamplingParams
 from jaxspec.foreign_names import HERE, NEEDLESS, answer
 from jaxspec.interrupts import heeded

@@ -52,8 +52,8 @@ from jaxspec.batch.results import (
 from jaxspec.checkpoint.files import lock, writing
 from jaxspec.checks import expanded, integer, type_name
 from jaxspec.engine.completion import Completion
+from jaxspec.engine.intake import Prompt
 from jaxspec.engine.learn import Learning
-from jaxspec.engine.llm import Prompt
 from jaxspec.engine.params import MAX_SEED, SamplingParams
 from jaxspec.interrupts import heeded
 from jaxspec.learning.settings import Learn, learn_of

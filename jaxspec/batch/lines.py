@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec.batch import openai
 from jaxspec.engine.completion import Completion
-from jaxspec.engine.llm import Prompt
+from jaxspec.engine.intake import Prompt
 from jaxspec.engine.params import SamplingParams
 
 LINE_KEYS = ("id", "prompt", "messages", "params")

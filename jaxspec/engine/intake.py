@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import jax
 import numpy as np
 
 from jaxspec.checks import type_name
@@ -33,6 +34,7 @@ UNREAD = {
     "input_ids": "token ids of one sequence, without padding, are called 'prompt_token_ids'",
 }
 
+Prompt = str | Sequence[int] | np.ndarray | jax.Array | Mapping[str, Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 

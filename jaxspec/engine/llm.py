@@ -7,12 +7,11 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm.auto import tqdm
 
 from jaxspec.checks import integer
@@ -21,13 +20,14 @@ from jaxspec.engine import readings
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Chunk, Completion
+from jaxspec.engine.conversations import Conversations, Messages, are_several
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.finish import likely_scored
 from jaxspec.engine.html import llm_html
-from jaxspec.engine.intake import Maker, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
+from jaxspec.engine.intake import Maker, Prompt, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
 from jaxspec.engine.learn import Learning, Origin, check, check_out, check_room, learner_of
 from jaxspec.engine.params import Defaults, SamplingParams
-from jaxspec.engine.pictures import ImageTower, Pictures, taken_out
+from jaxspec.engine.pictures import ImageTower, Pictures
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.serving import Serving
@@ -46,10 +46,7 @@ from jaxspec.text import TemplateOptions, Tokenizer
 from jaxspec.trees import packed_kinds, rounded_inputs
 
 STREAM_STEPS = 4  # rounds between two chunks of a stream
-NEXT = ({"role": "assistant", "content": "x"}, {"role": "user", "content": "x"})  # any, to see how a template writes a history
 
-Prompt = str | Sequence[int] | np.ndarray | jax.Array | Mapping[str, Any]
-Messages = Sequence[Mapping[str, Any]]
 Bar = bool | Callable[..., Any] | None
 
 
@@ -406,20 +403,9 @@ class LLM:
         {"type": "image", "image": image}, and of OpenAI and vLLM, {"type": "image_url", "image_url": {"url": url}}; what an image may be,
         `generate` says. Raises what `generate` raises, and ValueError for content that cannot be read.
         """
-        several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
-        conversations: Any = messages if several else [messages]
-        prompts, keep = list[Prompt](), list[int]()
-        for i, conversation in enumerate(conversations):
-            try:
-                prompt, repeated = self._conversation(conversation, enable_thinking, template)
-            except (TypeError, ValueError) as error:
-                if not several:
-                    raise
-                raise (TypeError if isinstance(error, TypeError) else ValueError)(f"conversation {i}: {error}") from error
-            prompts.append(prompt)
-            keep.append(repeated)
+        prompts, keep = self._conversations.turns(messages, enable_thinking, template)
         completions = self._generate(self._requests(prompts, either(params, sampling_params), keep=keep), use_tqdm)
-        return completions if several or len(completions) > 1 else completions[0]
+        return completions if are_several(messages) or len(completions) > 1 else completions[0]
 
     @says_where_params_go
     def stream_chat(
@@ -433,38 +419,17 @@ class LLM:
         **template: Unpack[TemplateOptions],
     ) -> Stream[Chunk]:
         """Answers one conversation and yields the text as it comes, as `stream` does. Arguments and errors as for `chat`."""
-        prompt, keep = self._conversation(messages, enable_thinking, template)
+        prompt, keep = self._conversations.turn(messages, enable_thinking, template)
         return self._begin(prompt, either(params, sampling_params), steps, keep=keep)
 
     def chat_prompt(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from. An image is one token there; in the
         `prompt_token_ids` of a completion it has all of its own."""
-        images = self.settings.image_rows > 0
-        return self.tokenizer.conversation(taken_out(messages)[0] if images else messages, template, enable_thinking, images)
+        return self._conversations.ids(messages, enable_thinking, template)
 
     def chat_input(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> Prompt:
         """A conversation as a prompt for `generate`, with its images. Raises what `chat` raises for messages and images."""
-        ids = self.chat_prompt(messages, enable_thinking=enable_thinking, **template)
-        if self._pictures is None:
-            return ids
-        images = [self._pictures.tower.source(image) for image in taken_out(messages)[1]]  # so that a URL is fetched once
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}} if images else ids
-
-    def _conversation(self, messages: Messages, enable_thinking: bool, template: TemplateOptions) -> tuple[Prompt, int]:
-        """A conversation's prompt with its text, and how many of its tokens the next turn begins with. These are all of them, but where the
-        template opens the model's turn with what it leaves out of a history, such as an empty thought."""
-        given: Any = self.chat_input(messages, enable_thinking=enable_thinking, **template)
-        asked = given if isinstance(given, dict) else {"prompt_token_ids": given}
-        ids = asked["prompt_token_ids"]
-        shown: dict[str, Any] = {**asked, "prompt": self.tokenizer.decode(ids, special=True)}
-        if not template.get("add_generation_prompt", True):
-            return shown, len(ids)
-        later: TemplateOptions = {**template, "add_generation_prompt": False}
-        try:
-            told = self.chat_prompt([*messages, *NEXT], enable_thinking=enable_thinking, **later)
-        except ValueError:  # a template that refuses such turns
-            return shown, len(ids)
-        return shown, next((i for i, (one, other) in enumerate(zip(ids, told, strict=False)) if one != other), min(len(ids), len(told)))
+        return self._conversations.prompt(messages, enable_thinking, template)
 
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: Sequence[int] = ()) -> list[Request]:
         """Checked requests for a list of prompts. keep: see `Request`, for each prompt; all 0 by default."""
@@ -476,6 +441,10 @@ class LLM:
     def _maker(self) -> Maker:
         of_target = self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults
         return Maker(*of_target, self._structures, self._pictures)
+
+    @property
+    def _conversations(self) -> Conversations:
+        return Conversations(self.tokenizer, self.settings.image_rows > 0, None if self._pictures is None else self._pictures.tower)
 
     def _draw_seed(self) -> int:
         return self._seeds.getrandbits(53)

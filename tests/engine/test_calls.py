@@ -27,6 +27,7 @@ from jaxspec.engine import turn
 from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.admission import init_state
 from jaxspec.engine.buckets import Buckets
+from jaxspec.engine.conversations import Conversations
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.programs import Programs
 from jaxspec.engine.request import Request
@@ -86,7 +87,6 @@ def llm_of(snapshots, shards=1):
     for runner in llm._shards.runners:
         assert runner.total_slots == TOTAL
         runner.programs.compiled = programs()
-    llm.chat_prompt = lambda messages, **_: messages[0]["ids"]
     return llm
 
 
@@ -98,6 +98,11 @@ def begin(llm, pages=PAGES):
         cache = dataclasses.replace(runner.programs.state.cache, free_count=jnp.asarray(pages, jnp.int32))
         runner.programs.state = dataclasses.replace(runner.programs.state, cache=cache)
         runner._free = pages
+
+
+@pytest.fixture(autouse=True)
+def conversations_of_ids(monkeypatch):
+    monkeypatch.setattr(Conversations, "ids", lambda self, messages, *_: messages[0]["ids"])
 
 
 @pytest.fixture(autouse=True)

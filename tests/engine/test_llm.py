@@ -29,6 +29,7 @@ from jaxspec import SamplingParams, decode, engine
 from jaxspec.decode import accept
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import buckets, serving
+from jaxspec.engine.conversations import Conversations
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.params import Defaults
 from jaxspec.engine.program_kinds import Admit, DecodeRounds, Prefill
@@ -494,7 +495,7 @@ def test_chat_generates_from_the_template(speculative):
 
 
 def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkeypatch):
-    monkeypatch.setattr(llm, "chat_prompt", lambda messages, **_: messages[0]["ids"])
+    monkeypatch.setattr(Conversations, "ids", lambda self, messages, *_: messages[0]["ids"])
 
     def chat(ids, **changes):
         (found,) = [llm.chat([{"ids": list(ids)}], params(1, **{"max_tokens": 12, **changes}))]
@@ -525,11 +526,11 @@ def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkey
 def test_what_is_kept_of_a_chat_is_what_its_next_turn_begins_with(llm, thinking):
     """Without thinking the template writes an empty thought before an answer, which the next turn does not have."""
     messages = [{"role": "user", "content": "hi"}]
-    prompt, keep = llm._conversation(messages, thinking, {})
+    prompt, keep = llm._conversations.turn(messages, thinking, {})
     later = [*messages, {"role": "assistant", "content": "So"}, {"role": "user", "content": "on"}]
     told, ids = llm.chat_prompt(later, enable_thinking=thinking), prompt["prompt_token_ids"]
     assert told[:keep] == ids[:keep] and (keep == len(ids)) == thinking and (thinking or told[keep] != ids[keep])
-    assert 0 < keep and llm._conversation(messages, thinking, {"add_generation_prompt": False})[1] <= keep
+    assert 0 < keep and llm._conversations.turn(messages, thinking, {"add_generation_prompt": False})[1] <= keep
 
 
 @pytest.mark.parametrize(

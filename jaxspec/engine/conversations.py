@@ -1,0 +1,73 @@
+"""Conversations as prompts: what a chat template makes of messages, with their images, and what the next turn begins with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.engine.intake import Prompt
+from jaxspec.engine.pictures import ImageTower, taken_out
+from jaxspec.text import TemplateOptions, Tokenizer
+
+NEXT = ({"role": "assistant", "content": "x"}, {"role": "user", "content": "x"})  # any, to see how a template writes a history
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def are_several(messages: Any) -> bool:
+    """Whether these are several conversations."""
+    return isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversations:
+    """Makes prompts of conversations. Everywhere, thinking is what the template gets as enable_thinking, and options are its other ones."""
+
+    tokenizer: Tokenizer
+    with_images: bool  # whether messages may have images
+    tower: ImageTower | None  # looks at them; None where messages have none, or the LLM is closed
+
+    def ids(self, messages: Messages, thinking: bool, options: TemplateOptions) -> list[int]:
+        """The token ids of a conversation up to the model's turn. An image is one token there."""
+        return self.tokenizer.conversation(taken_out(messages)[0] if self.with_images else messages, options, thinking, self.with_images)
+
+    def prompt(self, messages: Messages, thinking: bool, options: TemplateOptions) -> Prompt:
+        """A conversation as a prompt with its images."""
+        ids = self.ids(messages, thinking, options)
+        if self.tower is None:
+            return ids
+        images = [self.tower.source(image) for image in taken_out(messages)[1]]  # so that a URL is fetched once
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}} if images else ids
+
+    def turn(self, messages: Messages, thinking: bool, options: TemplateOptions) -> tuple[Prompt, int]:
+        """A conversation's prompt with its text, and how many of its tokens the next turn begins with. These are all of them, but where the
+        template opens the model's turn with what it leaves out of a history, such as an empty thought."""
+        given: Any = self.prompt(messages, thinking, options)
+        asked = given if isinstance(given, dict) else {"prompt_token_ids": given}
+        ids = asked["prompt_token_ids"]
+        shown: dict[str, Any] = {**asked, "prompt": self.tokenizer.decode(ids, special=True)}
+        if not options.get("add_generation_prompt", True):
+            return shown, len(ids)
+        later: TemplateOptions = {**options, "add_generation_prompt": False}
+        try:
+            told = self.ids([*messages, *NEXT], thinking, later)
+        except ValueError:  # a template that refuses such turns
+            return shown, len(ids)
+        return shown, next((i for i, (one, other) in enumerate(zip(ids, told, strict=False)) if one != other), min(len(ids), len(told)))
+
+    def turns(self, messages: Messages | Sequence[Messages], thinking: bool, options: TemplateOptions) -> tuple[list[Prompt], list[int]]:
+        """The same of one conversation or of each of several. Raises TypeError or ValueError for what cannot be read, with the number of
+        the conversation if there are several."""
+        several, prompts, keep = are_several(messages), list[Prompt](), list[int]()
+        conversations: Any = messages if several else [messages]
+        for i, conversation in enumerate(conversations):
+            try:
+                prompt, repeated = self.turn(conversation, thinking, options)
+            except (TypeError, ValueError) as error:
+                if not several:
+                    raise
+                raise (TypeError if isinstance(error, TypeError) else ValueError)(f"conversation {i}: {error}") from error
+            prompts.append(prompt)
+            keep.append(repeated)
+        return prompts, keep
