@@ -148,7 +148,7 @@ def count_rounds() -> list[float]:
     counted, read = [0.0, 0.0], Runner.read
 
     def counting(self: Runner, calls: Any) -> Any:
-        known = [(call.num_draft_tokens, [(r, r.drafted) for r in call.requests if r is not None]) for call in calls]
+        known = [(call.shape.num_draft_tokens, [(r, r.drafted) for r in call.requests if r is not None]) for call in calls]
         result = read(self, calls)
         for drafts, requests in known:
             if drafts:  # a call that decodes
