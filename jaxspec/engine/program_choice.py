@@ -94,13 +94,19 @@ class ProgramChoice:
         """The program of the next call for prompts, and what it computes of some of the requests; the first ones come first. behind: a call
         before it that computes such rows and has not been read. work: see `_at_hand`.
 
-        Prompts whose next rows have an image among them have calls of their own, before the others."""
+        Prompts whose next rows have an image among them have calls of their own. These come first, so that text of several prompts is
+        computed together. But a prompt of text would wait as long as images come, so those of prompts that got their slots much later than
+        the oldest prompt come after it."""
         buckets = self._buckets
         coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
         computed = [r.computed + coming.get(r, 0) for r in requests]
-        if buckets.images and (some := self._images(requests, computed)):
-            bucket = next((size, chunk) for size, chunk in buckets.images if size >= len(some))
-            return Prefill(*bucket, needs, self._settings.image_rows), some
+        if pictured := self._images(requests, computed):
+            if pictured[0].request.order - requests[0].order < self._settings.max_slots:
+                some = pictured[: buckets.images[-1][0]]
+                bucket = next((size, chunk) for size, chunk in buckets.images if size >= len(some))
+                return Prefill(*bucket, needs, self._settings.image_rows), some
+            later = [each.request for each in pictured]
+            requests, computed = zip(*((r, n) for r, n in zip(requests, computed, strict=True) if r not in later), strict=True)
         goals = [r.next_stop(rows + 1) for r, rows in zip(requests, computed, strict=True)]
         left = [goal - rows for goal, rows in zip(goals, computed, strict=True)]
         best, *others = buckets.prefill_by_worth(left, computed)
@@ -115,15 +121,14 @@ class ProgramChoice:
         return program, some
 
     def _images(self, requests: Sequence[Request], computed: Sequence[int]) -> list[NextRows]:
-        """What a call with images computes, if these have an image among their next rows."""
-        most, chunk = self._buckets.images[-1]
-        found = list[NextRows]()
+        """What calls with images compute of those that have an image among their next rows."""
+        found, chunk = list[NextRows](), max((chunk for _, chunk in self._buckets.images), default=0)
         for request, rows in zip(requests, computed, strict=True):
             image = request.picture_within(rows, chunk)
             if image is not None:
                 goal = request.next_stop(image.end, image)
                 found.append(NextRows(request, rows, goal, min(goal - rows, chunk), image))
-        return found[:most]
+        return found
 
     def rounds(self, sequences: int, needs: Needs, shape: RoundShape | None = None, work: int = 0) -> DecodeRounds:
         """What runs rounds of so many sequences. shape: of each round, with at most the settings' number of drafts; by default a tree where

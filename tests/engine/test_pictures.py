@@ -203,6 +203,16 @@ def test_what_is_queued_behind_an_image_without_pages_is_not_computed(monkeypatc
     assert found.token_ids == expected
 
 
+def test_text_does_not_wait_as_long_as_images_come():
+    """Prompts with images, which end with their first token, so that there are always others whose images are next."""
+    llm, params = llm_of(NoDraft), GREEDY.replace(max_tokens=1)
+    prompts = [asked(WORDS[0], Drawn(800 + i), WORDS[1]) for i in range(30)]
+    prompts[6] = {"prompt_token_ids": WORDS[4]}
+    found = list(llm.as_completed((prompt, params) for prompt in prompts))
+    assert len(found) == 30 and [answer.prompt_index for answer in found].index(6) <= 6 + 2 * llm.max_slots
+    assert found[-1].token_ids == [first_token(WORDS[0], Drawn(829), WORDS[1])]
+
+
 def test_an_image_of_one_prompt_is_computed_once(monkeypatch):
     """Also where the call that takes its rows is still under way when images are looked for that come next."""
     llm, computed, rows = llm_of(NGram), [], Tower.rows
