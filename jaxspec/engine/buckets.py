@@ -67,8 +67,8 @@ class Buckets:
     def within(self, target: TargetModel, drafter: Any) -> list[tuple[int, int]]:
         """(sequences, rows of each) of calls for rows of long prompts before their ends: the largest of one sequence, if that `spares`
         something."""
-        chunk = max(chunk for size, chunk in self.prefill if size == 1)
-        return [(1, chunk)] if spares(target, drafter) and chunk < self.max_len - 1 else []
+        largest = [chunk for size, chunk in self.prefill if size == 1][-1:]
+        return [(1, chunk) for chunk in largest if spares(target, drafter) and chunk < self.max_len - 1]
 
     @property
     def images(self) -> list[tuple[int, int]]:

@@ -418,7 +418,7 @@ def test_what_load_was_told_reaches_every_program(load, parrot, monkeypatch):
         monkeypatch.setattr(buckets.Buckets, "decode", [])  # the first program of the next warm-up computes prompts
     told = decode.Round(2, rule, PLAIN, "xla", "xla")
     free = {"round": told, "automata": None}  # of texts that follow no automaton
-    assert seen == {"prefill": {"chunk": 64, **free}, "decode_loop": free}
+    assert seen == {"prefill": {"chunk": 64, "ends": True, **free}, "decode_loop": free}
 
 
 def test_an_interrupted_warmup_begins_no_more_programs(monkeypatch):
