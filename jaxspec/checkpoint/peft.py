@@ -58,14 +58,15 @@ class Adapter:
     config: Mapping[str, Any]
     tensors: Mapping[str, Stored]
 
-    def changes(self, tree: Any, prefixes: Sequence[str], unread: Sequence[str]) -> dict[str, Change]:
+    def changes(self, tree: Any, prefixes: Sequence[str], unread: Sequence[str], way: int = 0) -> dict[str, Change]:
         """What it makes of each weight, by the weight's key without a prefix.
 
-        tree: the float target. prefixes: what may stand before its paths in a checkpoint's keys. unread: beginnings of keys of parts
-        that the target does without, of which an adapter may have some too. Raises ValueError that lists all that does not fit: tensors
-        that match no weight or are no whole pair, matrices that were to be adapted and are not there, other ranks and shapes.
+        tree: the float target. prefixes: what may stand before its paths in a checkpoint's keys. unread: beginnings of keys of parts that
+        the target does without, of which an adapter may have some too. way: which of the tree's `layouts` has the names. Raises ValueError
+        that lists all that does not fit: tensors that match no weight or are no whole pair, matrices that were to be adapted and are not
+        there, other ranks and shapes.
         """
-        return _Matching(self, tree, prefixes, unread).changes()
+        return _Matching(self, tree, prefixes, unread, way).changes()
 
     def of(self, part: Callable[[str], bool]) -> Adapter:
         """The tensors of an adapter that this says are wanted, by their keys."""
@@ -173,13 +174,13 @@ def _check_settings(name: str, config: Mapping[str, Any]) -> None:
 class _Matching:
     """An adapter's tensors beside a target's weights."""
 
-    def __init__(self, adapter: Adapter, tree: Any, prefixes: Sequence[str], unread: Sequence[str]):
+    def __init__(self, adapter: Adapter, tree: Any, prefixes: Sequence[str], unread: Sequence[str], way: int):
         self.name, self.config, self.unread = adapter.name, adapter.config, tuple(unread)
         # As the class was saved, and as the part of it without a head would have been.
         self.prefixes = (*prefixes, *(prefix.removeprefix("model.") for prefix in prefixes))
         self.problems: list[str] = []
         shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves_by_path(tree).items()}, layouts_of(tree)
-        self.shapes = {part.key: part.shape for path in shapes for part in layouts(path, shapes)[0]}
+        self.shapes = {part.key: part.shape for path in shapes for part in layouts(path, shapes)[way]}
         self.modules = {key.rpartition(".")[0] for key in self.shapes}
         self.dead = {key.removesuffix(".weight") for path in shapes for key in dead_keys(path, shapes)}
         self.pairs: dict[tuple[str, str], dict[str, Stored]] = {}  # by (module, how it is nested)

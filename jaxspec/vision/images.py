@@ -26,11 +26,12 @@ import numpy as np
 from jaxspec import checkpoint
 from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import CONVERTED, IMAGES
+from jaxspec.checkpoint.layout import layouts_of
 from jaxspec.checkpoint.load import QUANTISED
 from jaxspec.checkpoint.peft import Adapter
 from jaxspec.checkpoint.safetensors import FLOATS
 from jaxspec.checks import type_name
-from jaxspec.trees import nbytes
+from jaxspec.trees import leaves_by_path, nbytes
 from jaxspec.vision import gemma4_tower, unified_embedder
 from jaxspec.vision.config import TowerConfig, VisionConfig, vision_config
 from jaxspec.vision.preprocessing import Preprocessing, read_preprocessing
@@ -238,7 +239,11 @@ class Images:
     def changes(self, adapter: Adapter) -> dict[str, Change]:
         """What an adapter makes of the tower's weights, to be given to `with_weights`. Raises ValueError for one that does not fit."""
         own = adapter.of(is_part)
-        return own.changes(self.tower, ("model.",), ()) if own.tensors else {}
+        if not own.tensors:
+            return {}
+        shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves_by_path(self.tower).items()}, layouts_of(self.tower)
+        names = {layouts(path, shapes)[-1][0].key: layouts(path, shapes)[0][0].key for path in shapes}  # an adapter has transformers'
+        return {names[key]: change for key, change in own.changes(self.tower, ("model.",), (), way=-1).items()}
 
     def with_weights(self, folder: Path, changes: Mapping[str, Change] = MappingProxyType({})) -> Images:
         """The same with the tower's weights on the default device. changes: those of an adapter. Raises ValueError that names what is

@@ -227,10 +227,11 @@ def test_rows_of_a_generator_with_images(tmp_path):
         assert re.fullmatch("the row's messages cannot stand for its id: .*; name an id_column, or give .* by path or URL", row["error"])
 
 
-def test_an_adapter_of_the_tower_is_merged(tmp_path):
+@pytest.mark.parametrize("kind", ["plain", "unified"])
+def test_an_adapter_of_the_tower_is_merged(kind, tmp_path):
     """As PEFT merges it, with the text model's and in a conversion."""
-    image, modules = picture(1, (30, 50)), r".*\.linear|.*embedding_projection|.*language_model.*\.q_proj"
-    made = adapters.adapted(copy.deepcopy(saved("plain")[0]), tmp_path, target_modules=modules, r=2, lora_alpha=16)
+    image, modules = picture(1, (30, 50)), r".*\.linear|.*patch_dense|.*embedding_projection|.*language_model.*\.q_proj"
+    made = adapters.adapted(copy.deepcopy(saved(kind)[0]), tmp_path, target_modules=modules, r=2, lora_alpha=16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny.POCKET / name, made.target / name)
     before, wanted = (np.asarray(Images.load(folder, jnp.float32, 70).rows(image)) for folder in (made.target, made.merged))
