@@ -65,6 +65,7 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
         tile, keys = (32, 32) if rows > 64 and not (small and narrow) else (16, 64 if rotary and not small else 32)
     elif rows > 16:
         tile, keys = (64 if rows > 64 else 32), 32
+        keys = 64 if cached is None and dim <= 64 and rows > 64 else keys  # an image tower's
     programs = batch * heads * pl.cdiv(rows, tile)
 
     def blocks(keys):  # two more, since the oldest key may lie inside a block and fresh rows have blocks of their own
@@ -74,7 +75,8 @@ def tiles_for(q, cached, table, fresh, key_weight, window) -> Tiles:
         # The fewest keys with which all blocks are computed at once, each by a program of its own.
         keys = next((n for n in (32, 64) if programs * blocks(n) <= dialect.MULTIPROCESSORS), keys)
     keys = min(keys, page & -page if page else keys, max(16, pl.next_power_of_2(visible)))
-    splits = min(pl.cdiv(PROGRAMS, programs), blocks(keys), MOST_SPLITS)
+    parts = pl.cdiv(PROGRAMS, programs) if cached is not None else max(PROGRAMS // programs, 1)
+    splits = min(parts, blocks(keys), MOST_SPLITS)
     if splits == 1 and tile == 16 and dim == 256 and not wide_numbers:
         keys, warps = min(keys, 32), 2
     return Tiles(tile, keys, splits, warps, num_stages=2)

@@ -411,6 +411,14 @@ def test_each_block_of_keys_has_a_split_where_there_is_room(name, batch, context
     assert (tiles.keys, tiles.splits) == (keys, splits)
 
 
+def test_the_tiles_of_image_towers():
+    """Of the E2B's and of the 31B's, for an image of 280 tokens: the programs fill the card, so keys are not divided."""
+    for heads, dim, keys in ((12, 64, 64), (16, 128, 32)):
+        rows = jax.ShapeDtypeStruct((1, 2520, heads, 1, dim), jnp.bfloat16)
+        fresh = (jax.ShapeDtypeStruct((1, 2520, heads, dim), jnp.bfloat16),) * 2
+        assert triton.tiles_for(rows, None, None, fresh, None, None) == triton.Tiles(64, keys, 1, 4, 2)
+
+
 def test_the_kernel_without_pages():
     check_kernel(Case(17, [0, 6, 0], width=0, queries=20, fresh=20, counts=[20, 3, 0], window=9))
 
