@@ -7,7 +7,6 @@ the drafter: see `model.traffic` for the one, and the drafters' `bytes_read` for
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -54,19 +53,17 @@ def step_bytes(
     return StepBytes(target.weights_read(rows), batch * kv, *drafted)
 
 
-def prefill_flops(target: TargetModel, length: int, chunk: int, taps: tuple[int, ...] = ()) -> float:
-    """Floating-point operations that a prompt of `length` tokens needs, computed in chunks: two for each weight of a matrix and row,
-    and those of attention over the keys that each row sees. Layers that share K and V run a chunk's last row alone, unless a tap
-    lies above the first of them; so does the head."""
+def prefill_flops(target: TargetModel, length: int, taps: tuple[int, ...] = ()) -> float:
+    """Floating-point operations that a prompt of `length` tokens needs: two for each weight of a matrix and row, and those of attention
+    over the keys that each row sees. Layers that share K and V need the last row alone, unless a tap lies above the first of them; so does
+    the head."""
     config = target.config
-    calls = math.ceil(length / chunk)
     cut = last_row_layer(config, taps)
-    flops = 2.0 * calls * target.head[0].size
+    flops = 2.0 * target.head[0].size
     before, of_layers = target.weights_multiplied()
     flops += 2.0 * length * before
     for i, (spec, weights) in enumerate(zip(config.layers, of_layers, strict=True)):
-        last = [min((n + 1) * chunk, length) for n in range(calls)]
-        rows, seen = (length, _seen(length, spec.window)) if i < cut else (calls, sum(min(n, spec.window or n) for n in last))
+        rows, seen = (length, _seen(length, spec.window)) if i < cut else (1, min(length, spec.window or length))
         flops += 2.0 * rows * weights + 4.0 * spec.num_heads * spec.head_dim * seen
     return flops
 

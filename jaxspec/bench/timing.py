@@ -355,6 +355,7 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
         spread = Spread.of([compute(program, within) for _ in range(warm_ups + work.repeats)][warm_ups:])
         found: tuple[kernel_times.KernelTime, ...] = ()
         if work.profile is not None:
+            # One program's text explains the trace, so it is of the one that computes all.
             if cuda_graphs.used_on(jax.tree.leaves(target)[0].devices()):
                 function = flat(on(functools.partial(prefill, **settings), WHOLE), models, form)
                 program, _ = _compiled(function, weights, None, jax.tree.leaves(state), columns[0], compiler=cuda_graphs.without)
@@ -363,7 +364,7 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
             with jax.profiler.trace(str(folder)):
                 compute(program, program)
             found = tuple(kernel_times.read_trace(folder, program.as_text(), plan.placement.size))
-        flops = roofline.prefill_flops(plan.target_tree, length, chunk, drafter.taps)
+        flops = roofline.prefill_flops(plan.target_tree, length, drafter.taps)
         share = 1e3 * flops / spread.median / (rate * plan.devices_of_a_shard)
         yield PrefillFigures(length, chunk, spread, 1e3 * length / spread.median, flops, share, cost, found)
 

@@ -67,7 +67,7 @@ def prefill(
     at = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :]
     ids = state.tokens.at[slots[:, None], at].get(mode="clip")
     block = Rows(ids, start, count, slots, inserted=inserted)
-    out, cache = target(block, state.cache, taps=drafter.taps, last_only=True, ends=ends, attention=round.attention)
+    out, cache = target(block, state.cache, taps=drafter.taps, wanted="last" if ends else "none", attention=round.attention)
     assert cache is not None
     chosen, last, choices = (count > 0) & (end == rows.length), end == computed, None
     anchor = jnp.take_along_axis(state.tokens.at[slots].get(mode="clip"), end[:, None], axis=1, mode="clip")[:, 0]

@@ -117,7 +117,7 @@ class DraftModel:
             last = jnp.maximum(rows.committed - 1, 0)
             ids = jnp.take_along_axis(ids, last[:, None] + row[:, :2], axis=1)
             start, count = start + last, jnp.minimum(count, 2)
-        out, cache = self.model(Rows(ids, start, count, rows.slots), state.cache, last_only=True, attention=rows.draft_attention)
+        out, cache = self.model(Rows(ids, start, count, rows.slots), state.cache, wanted="last", attention=rows.draft_attention)
         assert cache is not None
         slots = jnp.where(live, rows.slots, cache.slots)
         return DraftModelState(cache, state.hidden.at[slots].set(out.hidden[:, 0], mode="drop"))

@@ -98,7 +98,7 @@ def describe(
     cached = jnp.dtype(KV_DTYPES[kv_dtype] or dtype).itemsize
     per_token = {kind: kv_bytes_per_token(config, kind, cached) for kind in (SLIDING, FULL)}
     yield f"KV cache    sliding {per_token[SLIDING]:,} bytes a token, for the window; full {per_token[FULL]:,} bytes a token"
-    with contextlib.suppress(ValueError):  # it has no image tower
+    with contextlib.suppress(TypeError, ValueError):  # no image tower, or one that cannot be read: `load` says why
         images = images_of(target, pair)
         tower = f"{weight_count(images.tower):,} parameters, {show(images.nbytes)}"
         yield f"vision      {tower}; with images=True, up to {images.max_soft_tokens} tokens an image"

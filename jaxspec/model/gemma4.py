@@ -28,7 +28,7 @@ from jaxspec.model.layers import Embedding, Linear, RMSNorm, head_logits, softca
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row
 from jaxspec.model.split import PARTITIONS
-from jaxspec.model.target import Family, ModulesFamily, Shapes, last_row_layer
+from jaxspec.model.target import Family, ModulesFamily, Shapes, Wanted, last_row_layer
 from jaxspec.trees import nbytes, told, weight_count, weights_of
 from pallas_kernels.lm_head import Guide
 from pallas_kernels.packed import Packed
@@ -122,21 +122,13 @@ class Gemma4:
         return times(context + self.embed_tokens_per_layer(ids).reshape(shape), 2.0**-0.5)
 
     def __call__(
-        self,
-        rows: Rows,
-        cache: PagedKV | None,
-        *,
-        taps: tuple[int, ...] = (),
-        last_only: bool = False,
-        ends: bool = True,
-        attention: str = "auto",
+        self, rows: Rows, cache: PagedKV | None, *, taps: tuple[int, ...] = (), wanted: Wanted = "all", attention: str = "auto"
     ) -> tuple[Hidden, PagedKV | None]:
         """Runs a block of rows and stores their K and V. A row sees its sequence's cached positions and the rows before it.
 
         cache: None runs the rows as whole sequences from position `start` (0, as a rule) and stores nothing. taps: indices of
-        hidden states to return. last_only: only the last real row's hidden state is wanted, so layers that share KV run that
-        row alone (unless a tap lies above the first of them). ends: without it they are left out. attention: implementation of
-        `decoder_layer`'s kernels.
+        hidden states to return. wanted: of which rows the hidden state is: for "last", layers that share KV run that row alone (unless a
+        tap lies above the first of them), and for "none" they are left out. attention: implementation of `decoder_layer`'s kernels.
         """
         config = self.config
         check_taps(taps, config.num_hidden_layers)
@@ -151,7 +143,7 @@ class Gemma4:
                     through = jnp.where(image, rows.inserted.last[:, None], positions)
             per_layer = self.per_layer_inputs(ids, x, attention)
         # Layers that share KV read the rows' K and V of another layer and write none: rows nobody reads can be left out of them.
-        cut = last_row_layer(config, taps) if last_only else config.num_hidden_layers
+        cut = config.num_hidden_layers if wanted == "all" else last_row_layer(config, taps)
         shared = {layer.kv_source for layer in config.layers}
         fresh: dict[int, Keys] = {}
         tapped: dict[int, jax.Array] = {}
@@ -159,7 +151,7 @@ class Gemma4:
         for i, (layer, next_weight) in enumerate(zip(self.layers, next_weights(self.layers, self.norm), strict=True)):
             if i in taps:
                 tapped[i] = x
-            if i == cut and not ends:
+            if i == cut and wanted == "none":
                 break
             if i == cut:
                 x, normed, positions = take_row(x, last), take_row(normed, last), take_row(positions, last)
@@ -183,7 +175,7 @@ class Gemma4:
             x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention, read_by_kernel)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
-        if last_only and cut == config.num_hidden_layers:
+        if wanted == "last" and cut == config.num_hidden_layers:
             normed = take_row(normed, last)
         if cache is not None:
             cache = stored(cache, rows, fresh, attention)

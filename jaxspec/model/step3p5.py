@@ -43,7 +43,7 @@ from jaxspec.model.step3p5_config import (
     modules_config,
     read_modules,
 )
-from jaxspec.model.target import Family, ModulesConfig, ModulesFamily, Shapes
+from jaxspec.model.target import Family, ModulesConfig, ModulesFamily, Shapes, Wanted
 from jaxspec.trees import nbytes, told, weight_count, weights_of
 from pallas_kernels import moe
 from pallas_kernels.activation import Activation
@@ -256,14 +256,7 @@ class Step3p5:
         return 0, tuple(layer.weights_multiplied() for layer in self.layers)
 
     def __call__(
-        self,
-        rows: Rows,
-        cache: PagedKV | None,
-        *,
-        taps: tuple[int, ...] = (),
-        last_only: bool = False,
-        ends: bool = True,
-        attention: str = "auto",
+        self, rows: Rows, cache: PagedKV | None, *, taps: tuple[int, ...] = (), wanted: Wanted = "all", attention: str = "auto"
     ) -> tuple[Hidden, PagedKV | None]:
         """See `TargetModel.__call__`."""
         count = self.config.num_hidden_layers
@@ -279,7 +272,7 @@ class Step3p5:
             x, normed, fresh[i] = decoder_layer(layer, x, normed, rows.positions, keys, next_weight, attention)
             assert normed is not None
             tapped[i + 1] = x
-        if last_only:
+        if wanted == "last":
             normed = take_row(normed, jnp.maximum(rows.count - 1, 0))
         if cache is not None:
             cache = stored(cache, rows, fresh, attention)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import jax
 from jax.sharding import PartitionSpec
@@ -98,6 +98,9 @@ class TargetConfig(Protocol):
     def last_owner(self, kind: str) -> int | None:
         """The last layer of a kind (`LayerSpec.kind`) that owns K and V, or None: what a drafter of that kind of layer may read."""
         ...
+
+
+Wanted = Literal["all", "last", "none"]  # of a sequence's real rows
 
 
 def last_row_layer(config: TargetConfig, taps: tuple[int, ...]) -> int:
@@ -193,22 +196,14 @@ class TargetModel(Protocol):
         ...
 
     def __call__(
-        self,
-        rows: Rows,
-        cache: PagedKV | None,
-        *,
-        taps: tuple[int, ...] = (),
-        last_only: bool = False,
-        ends: bool = True,
-        attention: str = "auto",
+        self, rows: Rows, cache: PagedKV | None, *, taps: tuple[int, ...] = (), wanted: Wanted = "all", attention: str = "auto"
     ) -> tuple[Hidden, PagedKV | None]:
         """Runs B blocks of T rows, and stores their K and V in the cache.
 
         A row sees its sequence's cached positions and the rows before it, or those of `Rows.tree`, which are not stored: the caller
         stores a path of `Hidden.keys`, with `attention.store_path`. cache: None runs whole sequences and stores nothing. taps:
-        indices of hidden states to return, 0 .. num_hidden_layers; ValueError for others. last_only: `Hidden.hidden` is wanted of
-        each last real row alone; without `ends` not even of that, and it may be anything. attention: the implementation of attention and
-        the kernels around it.
+        indices of hidden states to return, 0 .. num_hidden_layers; ValueError for others. wanted: of which rows
+        `Hidden.hidden` is returned; for "none" it may be anything. attention: the implementation of attention and the kernels around it.
         """
         ...
 

@@ -57,6 +57,8 @@ def paged_attention(
         raise ValueError(
             f"{len(ancestors)} ancestors are given for {q.shape[1]} rows and {rows} fresh rows; expected one each, and 1 .. 32"
         )
+    if through is not None and (not causal or ancestors is not None):
+        raise ValueError("through is given for rows that are not causal or are a tree's; expected causal rows in order")
     arguments = (q, positions, cached, table, lengths, fresh, fresh_count, key_weight, scales, through)
     if implementation in ("auto", "mosaic"):
         unsupported = mosaic.unsupported(q, cached, fresh, key_weight, scales, through, ancestors)

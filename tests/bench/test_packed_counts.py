@@ -29,7 +29,7 @@ def test_operations_and_parameters_are_those_of_the_float_model(name):
     floats, quantised = w4a16(name)
     assert quantised.weights_multiplied() == floats.weights_multiplied()
     assert weight_count(quantised) == weight_count(floats)
-    assert roofline.prefill_flops(quantised, 700, 512) == roofline.prefill_flops(floats, 700, 512)
+    assert roofline.prefill_flops(quantised, 700) == roofline.prefill_flops(floats, 700)
 
 
 def test_bytes_of_the_31b():

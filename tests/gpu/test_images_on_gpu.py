@@ -5,12 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from gpu_layers import calm_weights, first_layers
 
-from jaxspec import released
-from jaxspec.bench.random_weights import random_weights
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import Gemma4Config
 from jaxspec.model.rows import Inserted, Rows
 
 pytestmark = pytest.mark.gpu
@@ -25,21 +23,11 @@ def call(target, cache, ids, start, inserted):
     return [out.hidden.astype(jnp.float32) for out, _ in found], found[0][1]
 
 
-def calmed(path, leaf):
-    """Scores of random queries would be so large that a rounding decides which key is seen."""
-    return leaf / 16 if "q_norm" in jax.tree_util.keystr(path) else leaf
-
-
 @pytest.mark.parametrize("name", ["e2b", "12b", "31b"])
 def test_rows_of_an_image_by_kernels_and_by_xla(name):
     """After text that is longer than the window, so that a ring has come round."""
-    raw = released.TARGETS[name]
-    text = raw["text_config"]
-    layers = 6 if text["num_kv_shared_layers"] == 0 else 20  # the E2B's first fifteen own K and V
-    text = {**text, "num_hidden_layers": layers, "layer_types": text["layer_types"][:layers]}
-    text["num_kv_shared_layers"] = min(text["num_kv_shared_layers"], 5)
-    config = Gemma4Config.from_hf({**raw, "text_config": text})
-    target = jax.tree_util.tree_map_with_path(calmed, random_weights(gemma4.abstract(config, jnp.bfloat16), 0))
+    config = first_layers(name)
+    target = calm_weights(gemma4.abstract(config, jnp.bfloat16))
     cache = gemma4.init_cache(config, slots=1, max_len=2048, num_draft_tokens=3, dtype=jnp.bfloat16)
     at, keys = 0, iter(jax.random.split(jax.random.key(0), 16))
     for width, image in ((512, False), (512, False), (320, False), (344, True), (64, False)):

@@ -4,31 +4,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_layers import calm_weights, first_layers
 
 from jaxspec import decode, released
-from jaxspec.bench.random_weights import random_weights
 from jaxspec.engine.buckets import spares
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
 
 pytestmark = pytest.mark.gpu
 LENGTH, CHUNK = 1800, 512  # longer than the window, so that rings come round
 LIMIT = 5e-2  # of the largest value: XLA may multiply in another order in another program
 
 
-def calmed(path, leaf):
-    """Scores of random queries would be so large that a rounding decides which key is seen."""
-    return leaf / 16 if "q_norm" in jax.tree_util.keystr(path) else leaf
-
-
 def test_a_prompt_is_computed_without_what_only_its_end_needs():
     """Layers of the E2B, of which the last five share K and V, and its assistant, which reads the last hidden state."""
-    raw = released.TARGETS["e2b"]
-    text = raw["text_config"]
-    text = {**text, "num_hidden_layers": 20, "layer_types": text["layer_types"][:20], "num_kv_shared_layers": 5}
-    config = Gemma4Config.from_hf({**raw, "text_config": text})
+    config = first_layers("e2b")
     drafter = released.abstract_drafter("mtp", "e2b", config, jnp.bfloat16)
-    models = jax.tree_util.tree_map_with_path(calmed, random_weights((gemma4.abstract(config, jnp.bfloat16), drafter), 0))
+    models = calm_weights((gemma4.abstract(config, jnp.bfloat16), drafter))
     assert spares(*models)
     each = np.full(1, LENGTH, np.int32)
     requests = decode.Requests(

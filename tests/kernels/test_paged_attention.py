@@ -288,6 +288,13 @@ def test_rows_of_a_tree(settings):
     tree_case(23, LENGTHS, **settings).check()
 
 
+@pytest.mark.parametrize("settings", [{"causal": False}, {"ancestors": TREE}])
+def test_rows_of_an_image_are_causal_and_in_order(settings):
+    case = Case(12, LENGTHS, queries=8, fresh=8, image=(2, 7))
+    with pytest.raises(ValueError, match="through is given for rows that are not causal or are a tree's; expected causal rows in order"):
+        attention(*case.arguments, **case.settings | settings)
+
+
 def test_a_tree_needs_fresh_rows_and_as_many_ancestors():
     case = tree_case(24, [3, 9])
     with pytest.raises(ValueError, match="3 ancestors are given for 8 rows and 8 fresh rows; expected one each, and 1 .. 32"):

@@ -219,14 +219,14 @@ def test_what_nobody_wrote_may_be_nan(member: str) -> None:
 
 
 @pytest.mark.parametrize("taps", [(), (0, 4), (4, 5), (7,)], ids=str)
-def test_last_only_prefill(taps: tuple[int, ...]) -> None:
+def test_a_prefill_of_which_the_last_row_is_wanted(taps: tuple[int, ...]) -> None:
     """Layer 4 is the first that shares KV. A tap above its input needs every row there; the last row is the same either way."""
     target, (ids, _, states) = load("E2B"), expected("E2B")
     assert target.config.first_shared_layer == 4
     cache = empty_cache(target.config)
     rows = Rows(jnp.asarray(ids[:, :CHUNK], jnp.int32), jnp.zeros(2, jnp.int32), jnp.asarray([CHUNK, 6], jnp.int32), SLOT_IDS[:2])
     cache, _ = paged.reserve(cache, rows.slots, rows.count, CHUNK)
-    last, kept = jax.jit(functools.partial(gemma4.Gemma4.__call__, taps=taps, last_only=True))(target, rows, cache)
+    last, kept = jax.jit(functools.partial(gemma4.Gemma4.__call__, taps=taps, wanted="last"))(target, rows, cache)
     assert last.hidden.shape == (2, 1, target.config.hidden_size)
     close(last.hidden[0, 0], states[-1][0, CHUNK - 1])
     close(last.hidden[1, 0], states[-1][1, 5])
@@ -241,12 +241,12 @@ def test_last_only_prefill(taps: tuple[int, ...]) -> None:
     for a, b in zip(jax.tree.leaves(kept.layers), jax.tree.leaves(stored.layers), strict=True):
         close(a, np.asarray(b))
     close(target.unembed(last.hidden)[0, 0], np.asarray(full[0, CHUNK - 1]))
-    without, same = jax.jit(functools.partial(gemma4.Gemma4.__call__, taps=taps, last_only=True, ends=False))(target, rows, cache)
+    without, same = jax.jit(functools.partial(gemma4.Gemma4.__call__, taps=taps, wanted="none"))(target, rows, cache)
     for a, b in zip(jax.tree.leaves((same, without.taps)), jax.tree.leaves((kept, last.taps)), strict=True):
         close(a, np.asarray(b))
 
 
-def test_last_only_prefill_leaves_out_rows_that_nobody_reads() -> None:
+def test_a_prefill_leaves_out_rows_that_nobody_reads() -> None:
     target, ids = load("E2B"), expected("E2B")[0]
 
     def flops(**settings) -> float:
@@ -254,10 +254,10 @@ def test_last_only_prefill_leaves_out_rows_that_nobody_reads() -> None:
         return run.lower(target, whole(ids)).cost_analysis()["flops"]
 
     everything = flops()
-    assert flops(last_only=True) < 0.6 * everything  # 3 of 7 layers share KV, and their MLPs are twice as wide
-    assert flops(last_only=True, taps=(4,)) < 0.6 * everything
-    assert flops(last_only=True, ends=False) < 0.99 * flops(last_only=True)
-    assert flops(last_only=True, taps=(5,)) == pytest.approx(everything, rel=0.01)
+    assert flops(wanted="last") < 0.6 * everything  # 3 of 7 layers share KV, and their MLPs are twice as wide
+    assert flops(wanted="last", taps=(4,)) < 0.6 * everything
+    assert flops(wanted="none") < 0.99 * flops(wanted="last")
+    assert flops(wanted="last", taps=(5,)) == pytest.approx(everything, rel=0.01)
 
 
 @pytest.mark.parametrize("taps", [(-1,), (0, 8)])

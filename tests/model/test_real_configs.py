@@ -88,7 +88,7 @@ def test_prefill(name: str) -> None:
     column = jax.ShapeDtypeStruct((batch,), jnp.int32)
     rows = Rows(jax.ShapeDtypeStruct((batch, chunk), jnp.int32), column, column, column)
     taps = (0, config.first_shared_layer)
-    out, after = jax.eval_shape(functools.partial(gemma4.Gemma4.__call__, taps=taps, last_only=True), target, rows, cache)
+    out, after = jax.eval_shape(functools.partial(gemma4.Gemma4.__call__, taps=taps, wanted="last"), target, rows, cache)
     assert (out.hidden.shape, out.hidden.dtype) == ((batch, 1, config.hidden_size), jnp.bfloat16)
     assert [tap.shape for tap in out.taps] == [(batch, chunk, config.hidden_size)] * 2
     assert jax.tree.all(jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), cache, after))

@@ -34,9 +34,9 @@ def step(target, cache, ids, start, count, taps=()):
     return out, target.unembed(out.hidden), cache
 
 
-@functools.partial(jax.jit, static_argnames="last_only")
-def whole(target, rows, last_only=False):
-    return target(rows, None, last_only=last_only)
+@functools.partial(jax.jit, static_argnames="wanted")
+def whole(target, rows, wanted="all"):
+    return target(rows, None, wanted=wanted)
 
 
 def call(target, cache, ids, start, count=None, taps=()):
@@ -130,7 +130,7 @@ def test_the_last_row_alone(target):
     ids = np.random.default_rng(4).integers(0, target.config.vocab_size, (2, 6)).astype(np.int32)
     count, slots = jnp.asarray([6, 3], jnp.int32), jnp.arange(2, dtype=jnp.int32)
     rows = Rows(jnp.asarray(ids), jnp.zeros(2, jnp.int32), count, slots)
-    every, last = (whole(target, rows, last_only=only)[0].hidden for only in (False, True))
+    every, last = (whole(target, rows, wanted)[0].hidden for wanted in ("all", "last"))
     np.testing.assert_allclose(last[:, 0], np.asarray(every)[[0, 1], [5, 2]], rtol=1e-5, atol=1e-5)
 
 
