@@ -55,11 +55,13 @@ def step_bytes(
 
 def prefill_flops(target: TargetModel, length: int, taps: tuple[int, ...] = ()) -> float:
     """Floating-point operations that a prompt of `length` tokens needs: two for each weight of a matrix and row, and those of attention
-    over the keys that each row sees. Layers that share K and V need the last row alone, unless a tap lies above the first of them; so does
-    the head."""
+    over the keys that each row sees. Once all K and V are there, only the last row goes on (see `last_row_layer`), and into the head."""
     config = target.config
     cut = last_row_layer(config, taps)
     flops = 2.0 * target.head[0].size
+    if cut < config.num_hidden_layers:
+        last = config.layers[cut]
+        flops += 2.0 * (length - 1) * last.hidden_size * last.num_kv_heads * last.head_dim * (1 if last.k_eq_v else 2)
     before, of_layers = target.weights_multiplied()
     flops += 2.0 * length * before
     for i, (spec, weights) in enumerate(zip(config.layers, of_layers, strict=True)):

@@ -114,8 +114,8 @@ class Buckets:
 
 
 def spares(target: TargetModel, drafter: Any) -> bool:
-    """Whether a call for rows before a prompt's end need not compute all layers: those that compute a last row alone, where the drafter
-    waits for it."""
+    """Whether a call for rows before a prompt's end can leave out what comes after the last K and V: neither the taps nor the drafter's
+    `observe` need it."""
     return last_row_layer(target.config, drafter.taps) < target.config.num_hidden_layers and getattr(drafter, "takes_parts", False)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
-from jaxspec.model.rows import Keys, Rows
+from jaxspec.model.rows import Keys, Rows, take_row
 from pallas_kernels.float8_rows import Rounded
 from pallas_kernels.paged_attention import by_kernel, paged_attention
 from pallas_kernels.qkv import Pages
@@ -43,29 +43,15 @@ def attend(
     attention: str,
     scale: float = 1.0,
     read_by_kernel: bool = False,
+    row: jax.Array | None = None,
 ) -> tuple[jax.Array, Keys]:
     """Attention of a layer's rows. normed: [B, T, H], what `weights.heads` takes; positions: [B, T]; scale: of the scores; attention: the
-    implementation; read_by_kernel: whether a kernel reads the heads, and no operation of XLA does. Returns the heads [B, T, KV, G, D] and
-    the keys that they attended to: those given, with the rows' own if the layer owns any."""
-    spec, pages, pools = weights.spec, None, keys.pools
-    if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == normed.dtype and pools.scales is None:
-        assert keys.table is not None
-        pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
-    page = None if keys.pools is None else keys.pools.k.shape[1]
-    kept = keys.packing is None and (pages is not None or not spec.owns_kv)  # no operation of XLA moves or stores what is computed here
-    q, k, v = weights.heads(normed, positions, pages, attention, kept and by_kernel(spec.head_dim, page, attention))
-    if pages is not None:
-        assert k is not None and v is not None
-        keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)
-    elif k is not None and v is not None:
-        # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
-        k, v = (k, v) if pools is None else pools.as_stored(k, v)
-        if keys.store_first:
-            assert pools is not None and keys.table is not None
-            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v, implementation=attention)
-            keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
-        else:
-            keys = dataclasses.replace(keys, fresh=(k, v))
+    implementation; read_by_kernel: whether a kernel reads the heads, and no operation of XLA does. row: [B] int32, which row of each
+    sequence attends, and `keys.through` is of; None if all do. Returns the heads, [B, T, KV, G, D] or [B, 1, KV, G, D], and the keys that
+    they attended to: those given, with the rows' own if the layer owns any."""
+    q, keys = with_own(weights, normed, positions, keys, attention, read_by_kernel=row is None)
+    if row is not None:
+        q, positions = take_row(q, row), take_row(positions, row)
     table, length, packing = keys.table, keys.length, keys.packing
     if packing is not None:  # its rows are in the pages by now
         assert table is not None and keys.store_first
@@ -82,7 +68,7 @@ def attend(
         keys.weight,
         None if keys.pools is None else keys.pools.scales,
         keys.through,
-        window=spec.window,
+        window=weights.spec.window,
         scale=scale,
         ancestors=None if keys.tree is None or keys.fresh is None else keys.tree.words,
         launch_dependents=read_by_kernel and packing is None,
@@ -92,6 +78,34 @@ def attend(
     if keys.fresh is not None and keys.pools is not None:
         keys = dataclasses.replace(keys, after=heads)
     return heads if packing is None else packing.packed(heads), keys
+
+
+def with_own(
+    weights: AttentionWeights, normed: Normed, positions: jax.Array, keys: Keys, attention: str, read_by_kernel: bool = False
+) -> tuple[jax.Array, Keys]:
+    """A layer's queries, [B, T, KV, G, D], and what they attend to: the keys with the rows' own, if the layer owns any. The arguments are
+    those of `attend`. read_by_kernel: whether attention takes the queries as they are."""
+    spec, pages, pools = weights.spec, None, keys.pools
+    if spec.owns_kv and keys.store_first and pools is not None and pools.k.dtype == normed.dtype and pools.scales is None:
+        assert keys.table is not None
+        pages = Pages(pools.k, pools.v, keys.table, keys.length, keys.count)
+    page = None if keys.pools is None else keys.pools.k.shape[1]
+    kept = keys.packing is None and (pages is not None or not spec.owns_kv)  # no operation of XLA moves or stores what is computed here
+    kept = kept and read_by_kernel and by_kernel(spec.head_dim, page, attention)
+    q, k, v = weights.heads(normed, positions, pages, attention, kept)
+    if pages is not None:
+        assert k is not None and v is not None
+        keys = dataclasses.replace(keys, pools=LayerKV(k, v), length=keys.length + keys.count)
+    elif k is not None and v is not None:
+        # Rounded as the cache stores them, so that a token sees the same keys in a prefill and in a later step.
+        k, v = (k, v) if pools is None else pools.as_stored(k, v)
+        if keys.store_first:
+            assert pools is not None and keys.table is not None
+            pools = paged.write(pools, keys.table, keys.length, keys.count, k, v, implementation=attention)
+            keys = dataclasses.replace(keys, pools=pools, length=keys.length + keys.count)
+        else:
+            keys = dataclasses.replace(keys, fresh=(k, v))
+    return q, keys
 
 
 def keys_of(

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.checkpoint import layout
 from jaxspec.collectives import Shard
 from jaxspec.model import gemma4_modules
-from jaxspec.model.attention import KVScales, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
+from jaxspec.model.attention import KVScales, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored, with_own
 from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
 from jaxspec.model.gemma4_layer import DecoderLayer, PerLayerInput, abstract_layer, decoder_layer, next_weights
@@ -127,8 +127,9 @@ class Gemma4:
         """Runs a block of rows and stores their K and V. A row sees its sequence's cached positions and the rows before it.
 
         cache: None runs the rows as whole sequences from position `start` (0, as a rule) and stores nothing. taps: indices of
-        hidden states to return. wanted: of which rows the hidden state is: for "last", layers that share KV run that row alone (unless a
-        tap lies above the first of them), and for "none" they are left out. attention: implementation of `decoder_layer`'s kernels.
+        hidden states to return. wanted: of which rows the hidden state is: for "last", layers run that row alone once all K and V are there
+        (unless a tap lies above the layer that makes the last of them), and for "none" they are left out. attention: implementation of
+        `decoder_layer`'s kernels.
         """
         config = self.config
         check_taps(taps, config.num_hidden_layers)
@@ -142,8 +143,7 @@ class Gemma4:
                 if config.use_bidirectional_attention == "vision":
                     through = jnp.where(image, rows.inserted.last[:, None], positions)
             per_layer = self.per_layer_inputs(ids, x, attention)
-        # Layers that share KV read the rows' K and V of another layer and write none: rows nobody reads can be left out of them.
-        cut = config.num_hidden_layers if wanted == "all" else last_row_layer(config, taps)
+        cut = config.num_hidden_layers if wanted == "all" or rows.ids.shape[1] == 1 else last_row_layer(config, taps)
         shared = {layer.kv_source for layer in config.layers}
         fresh: dict[int, Keys] = {}
         tapped: dict[int, jax.Array] = {}
@@ -151,14 +151,12 @@ class Gemma4:
         for i, (layer, next_weight) in enumerate(zip(self.layers, next_weights(self.layers, self.norm), strict=True)):
             if i in taps:
                 tapped[i] = x
-            if i == cut and wanted == "none":
-                break
             if i == cut:
-                x, normed, positions = take_row(x, last), take_row(normed, last), take_row(positions, last)
+                x = take_row(x, last)
                 per_layer = None if per_layer is None else take_row(per_layer, last)
                 if through is not None:
-                    row = take_row(through, last)
-                    fresh = {s: keys if keys.through is None else dataclasses.replace(keys, through=row) for s, keys in fresh.items()}
+                    through = take_row(through, last)
+                    fresh = {s: keys if keys.through is None else dataclasses.replace(keys, through=through) for s, keys in fresh.items()}
             spec = layer.self_attn.spec
             source = i if spec.kv_source is None else spec.kv_source
             inputs = None if per_layer is None else PerLayerInput(per_layer, jnp.asarray(i, jnp.int32))
@@ -168,11 +166,17 @@ class Gemma4:
                 weight, once = self.layers[source].self_attn.key_weight, source not in shared
                 ahead = None if spec.window is None else through
                 keys = keys_for(cache, source, spec, rows, weight, read_once=once, through=ahead)
+            if i == cut and wanted == "none":
+                _, fresh[source] = with_own(layer.self_attn, normed, positions, keys, attention)
+                break
             goes_on = i + 1 < len(self.layers) and i + 1 not in (cut, *taps)  # into the next layer alone
             read_by_kernel = goes_on and self.layers[i + 1].enters_kernel(x, attention)
             if goes_on:
                 next_weight = self.layers[i + 1].self_attn.qkv_proj.norm(next_weight, x, attention)
-            x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, inputs, next_weight, attention, read_by_kernel)
+            others = inputs, next_weight, attention, read_by_kernel, last if i == cut else None
+            x, normed, fresh[source] = decoder_layer(layer, x, normed, positions, keys, *others)
+            if i == cut:
+                positions = take_row(positions, last)
         if config.num_hidden_layers in taps:
             tapped[config.num_hidden_layers] = x
         if wanted == "last" and cut == config.num_hidden_layers:

@@ -179,16 +179,18 @@ def decoder_layer(
     next_weight: jax.Array | Float8 | None,
     attention: str,
     read_by_kernel: bool,
+    row: jax.Array | None = None,
 ) -> tuple[jax.Array, Normed | None, Keys]:
     """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; next_weight: [H], of the norm
     that reads the output, as `Linear.norm` has it, or None. attention: implementation of attention and of the kernels around it.
     read_by_kernel: whether kernels read the first two results, and no operation of XLA does: see `pallas_kernels.dialect.launching`.
+    row: [B] int32, the row of each sequence that is wanted, of which then x, [B, 1, H], and per_layer_input are; its keys have all rows.
     Returns x, that norm of it (or None), and the keys that the layer attended to: those given, with its own fresh K and V if it owns
     any."""
     attn = layer.self_attn
     with jax.named_scope(attn.spec.kind):
         first = attn.o_proj.by_kernel(math.prod(x.shape[:-1]), x.dtype, attention, over=3)
-        heads, keys = attend(attn, normed, positions, keys, attention, read_by_kernel=first)
+        heads, keys = attend(attn, normed, positions, keys, attention, read_by_kernel=first, row=row)
         attended = attn.o_proj.parts(heads, attention, over=3)
     with jax.named_scope("feed_forward"):
         return *layer.feed_forward(x, attended, per_layer_input, next_weight, attention, read_by_kernel), keys

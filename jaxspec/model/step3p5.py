@@ -26,7 +26,9 @@ from jaxspec.checkpoint import layout
 from jaxspec.checkpoint.layout import Part
 from jaxspec.collectives import TENSOR, Shard, summed
 from jaxspec.model import traffic
-from jaxspec.model.attention import Heads, KVScales, Normed, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored
+from jaxspec.model.attention import (
+    Heads, KVScales, Normed, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored, with_own,
+)  # fmt: skip
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, head_logits, turned
 from jaxspec.model.moe import Experts
@@ -43,7 +45,7 @@ from jaxspec.model.step3p5_config import (
     modules_config,
     read_modules,
 )
-from jaxspec.model.target import Family, ModulesConfig, ModulesFamily, Shapes, Wanted
+from jaxspec.model.target import Family, ModulesConfig, ModulesFamily, Shapes, Wanted, last_row_layer
 from jaxspec.trees import nbytes, told, weight_count, weights_of
 from pallas_kernels import moe
 from pallas_kernels.activation import Activation
@@ -84,11 +86,13 @@ class Attention:
         settings = {"group": spec.group, "key_dims": spec.head_dim, "eps": spec.eps, "value_norm": False, "dtype": normed.dtype}
         return qkv(parts, *weights, pages, **settings, launch_dependents=read_by_kernel, implementation=implementation)
 
-    def __call__(self, normed: jax.Array, positions: jax.Array, keys: Keys, attention: str) -> tuple[jax.Array | Unsummed, Keys]:
-        """The output, or parts of it, and the keys that the rows attended to."""
+    def __call__(
+        self, normed: jax.Array, positions: jax.Array, keys: Keys, attention: str, row: jax.Array | None = None
+    ) -> tuple[jax.Array | Unsummed, Keys]:
+        """The output, or parts of it, and the keys that the rows attended to. row: see `attend`."""
         scale = self.spec.head_dim**-0.5
-        heads, keys = attend(self, normed, positions, keys, attention, scale)
-        gate = jax.nn.sigmoid(self.g_proj(normed, dtype=jnp.float32))
+        heads, keys = attend(self, normed, positions, keys, attention, scale, row=row)
+        gate = jax.nn.sigmoid(self.g_proj(normed if row is None else take_row(normed, row), dtype=jnp.float32))
         heads = (heads.astype(jnp.float32) * gate[..., None]).astype(heads.dtype)
         return self.o_proj.parts(heads, attention, over=3), keys
 
@@ -151,14 +155,22 @@ class DecoderLayer:
 # Jitted by itself so that layers with equal specs are traced once; XLA inlines it.
 @jax.jit(static_argnames="attention")
 def decoder_layer(
-    layer: DecoderLayer, x: jax.Array, normed: jax.Array, positions: jax.Array, keys: Keys, next_weight: jax.Array | None, attention: str
+    layer: DecoderLayer,
+    x: jax.Array,
+    normed: jax.Array,
+    positions: jax.Array,
+    keys: Keys,
+    next_weight: jax.Array | None,
+    attention: str,
+    row: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Keys]:
     """One layer. x: [B, T, H]; normed: [B, T, H], what input_layernorm makes of it; positions: [B, T]; next_weight: [H], of the norm
-    that reads the output, or None. attention: implementation of attention and of the kernels around it. Returns x, that norm of it (or
-    None), and the keys that the layer attended to."""
+    that reads the output, or None. attention: implementation of attention and of the kernels around it. row: [B] int32, the row of each
+    sequence that is wanted, of which then x is, [B, 1, H]; its keys have all rows. Returns x, that norm of it (or None), and the keys that
+    the layer attended to."""
     add = functools.partial(add_norm, weight=None, eps=layer.post_attention_layernorm.eps, implementation=attention)
     with jax.named_scope(layer.self_attn.spec.kind):
-        attended, keys = layer.self_attn(normed, positions, keys, attention)
+        attended, keys = layer.self_attn(normed, positions, keys, attention, row)
     with jax.named_scope("feed_forward"):
         x, normed = add(x, attended, next_weights=(layer.post_attention_layernorm.weight,))
         if layer.moe is None:
@@ -263,17 +275,24 @@ class Step3p5:
         check_taps(taps, count)
         with jax.named_scope("embed"):
             x = self.embed(rows.ids)
+        last = jnp.maximum(rows.count - 1, 0)
+        cut = count if wanted == "all" or rows.ids.shape[1] == 1 else last_row_layer(self.config, taps)
         fresh: dict[int, Keys] = {}
         tapped = {0: x}
         normed = self.layers[0].input_layernorm(x)
         next_weights = (*(layer.input_layernorm.weight for layer in self.layers[1:]), self.norm.weight)
         for i, (layer, next_weight) in enumerate(zip(self.layers, next_weights, strict=True)):
-            keys = keys_for(cache, i, layer.self_attn.spec, rows, read_once=True)
-            x, normed, fresh[i] = decoder_layer(layer, x, normed, rows.positions, keys, next_weight, attention)
+            keys, row = keys_for(cache, i, layer.self_attn.spec, rows, read_once=True), last if i == cut else None
+            if row is not None:
+                x = take_row(x, row)
+            if row is not None and wanted == "none":
+                _, fresh[i] = with_own(layer.self_attn, normed, rows.positions, keys, attention)
+                break
+            x, normed, fresh[i] = decoder_layer(layer, x, normed, rows.positions, keys, next_weight, attention, row)
             assert normed is not None
             tapped[i + 1] = x
-        if wanted == "last":
-            normed = take_row(normed, jnp.maximum(rows.count - 1, 0))
+        if wanted == "last" and cut == count:
+            normed = take_row(normed, last)
         if cache is not None:
             cache = stored(cache, rows, fresh, attention)
         return Hidden(normed, tuple(tapped[i] for i in taps), fresh), cache

@@ -104,10 +104,10 @@ Wanted = Literal["all", "last", "none"]  # of a sequence's real rows
 
 
 def last_row_layer(config: TargetConfig, taps: tuple[int, ...]) -> int:
-    """The first layer that computes the last row alone where of hidden states no other is wanted: it and those after it share K and V.
-    num_hidden_layers if there is none, or if one of the taps lies above its input."""
-    first = config.first_shared_layer
-    return first if max(taps, default=0) <= first else config.num_hidden_layers
+    """The layer whose rows' K and V are the last that are computed: where of hidden states the last row's alone is wanted, only that row
+    goes on from there. num_hidden_layers if one of the taps lies above the layer's input."""
+    layer = config.first_shared_layer - 1
+    return layer if max(taps, default=0) <= layer else config.num_hidden_layers
 
 
 class TargetModel(Protocol):

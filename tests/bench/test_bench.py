@@ -154,7 +154,9 @@ def test_operations_of_a_prompt():
     sliding = 32 * (2 * 8 + 2 * 8) + 16 * 32 + 3 * 32 * 48
     full = 32 * (2 * 16 + 16) + 32 * 32 + 3 * 32 * 48
     attention = 4 * 2 * 8 * (36 + 2 * 8) + 4 * 2 * 16 * 55  # 10 rows; the window is 8
-    assert roofline.prefill_flops(target, 10) == 2 * 10 * (sliding + full) + attention + 2 * 32 * 4096
+    assert roofline.prefill_flops(target, 10, taps=(2,)) == 2 * 10 * (sliding + full) + attention + 2 * 32 * 4096
+    last_row = 2 * (10 * sliding + full + 9 * 32 * 16) + 4 * 2 * 8 * (36 + 2 * 8) + 4 * 2 * 16 * 10  # but for the k of the full layer
+    assert roofline.prefill_flops(target, 10) == last_row + 2 * 32 * 4096
     seen = 4 * 2 * 8 * 8 + 4 * 2 * 16 * 55
     step = roofline.step_flops(target, batch=2, num_draft_tokens=4, context=55)
     assert step == 2 * 5 * (2 * (sliding + full) + seen + 2 * 32 * 4096)
@@ -163,15 +165,15 @@ def test_operations_of_a_prompt():
     assert moe == pytest.approx(2 * (2_395_156_510 + 22_837_985_280 * 8 / 128), rel=1e-3)
 
 
-def test_layers_that_share_keys_need_one_row():
+def test_only_the_last_row_goes_on_once_all_keys_are_there():
     text = {**tiny.TEXT, "hidden_size_per_layer_input": 0, "attention_k_eq_v": False, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
     text["layer_types"] = tiny.TEXT["layer_types"] * 2
     target = gemma4.abstract(Gemma4Config.from_hf({**tiny.TARGET, "text_config": text}))
-    shared = 2 * (2 * 32 * 16 + 3 * 32 * 48 + 2 * 32 * 32 + 3 * 32 * 48)
-    seen = 4 * 2 * 8 * 8 + 4 * 2 * 16 * 10
-    all_rows = roofline.prefill_flops(target, 10, taps=(4,))
-    seen_by_all = 4 * 2 * 8 * (36 + 2 * 8) + 4 * 2 * 16 * 55
-    assert all_rows - roofline.prefill_flops(target, 10) == 9 * shared + seen_by_all - seen
+    sliding, full = 2 * (2 * 32 * 16 + 3 * 32 * 48), 2 * (2 * 32 * 32 + 3 * 32 * 48)  # without K and V
+    seen = 4 * 2 * 8 * 8 + 2 * 4 * 2 * 16 * 10
+    all_rows = roofline.prefill_flops(target, 10, taps=(2,))
+    seen_by_all = 4 * 2 * 8 * (36 + 2 * 8) + 2 * 4 * 2 * 16 * 55
+    assert all_rows - roofline.prefill_flops(target, 10) == 9 * (sliding + 2 * full) + seen_by_all - seen
 
 
 def test_random_weights():

@@ -1,4 +1,4 @@
-"""Calls for rows of long prompts before their ends: they leave out the layers that compute a last row alone, and the head."""
+"""Calls for rows of long prompts before their ends: they leave out what comes after the last K and V, and the head."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,7 @@ from jaxspec.engine.programs import Programs
 from jaxspec.sampling.choice import PLAIN
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
-SHARING = {
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
-    "max_position_embeddings": 512,
-}
+SHARING = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ROWS = 128  # of a call
 PROMPTS = [np.random.default_rng(n).integers(3, 60, n).tolist() for n in (300, ROWS, ROWS + 1, 90, 2 * ROWS + 1)]
@@ -32,8 +27,11 @@ def sizes_of_prompts():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
+    """A target whose last layers share K and V, its assistant, and a target of which every layer has its own."""
     root = tmp_path_factory.mktemp("models")
-    return tiny.tiny_target(root / "target", **SHARING), tiny.tiny_assistant(root / "assistant")
+    targets = (tiny.tiny_target(root / f"target{i}", max_position_embeddings=512, **text) for i, text in enumerate((SHARING, {})))
+    sharing, owning = targets
+    return sharing, tiny.tiny_assistant(root / "assistant"), owning
 
 
 def ran(monkeypatch):
@@ -49,11 +47,11 @@ def ran(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("drafter", ["assistant", "ngram", None])
-def test_a_prompt_is_computed_without_what_only_its_end_needs(drafter, models, monkeypatch):
+@pytest.mark.parametrize(("target", "drafter"), [(0, "assistant"), (0, "ngram"), (0, None), (2, "assistant")])
+def test_a_prompt_is_computed_without_what_only_its_end_needs(target, drafter, models, monkeypatch):
     """By a program that is compiled ahead of its use alone: nobody waits for it."""
     settings = {"max_len": 400, "max_slots": 2, "progress": False}
-    target, drafter = models[0], models[1] if drafter == "assistant" else drafter
+    target, drafter = models[target], models[1] if drafter == "assistant" else drafter
     found, cold, llm = ran(monkeypatch), *(jaxspec.load(target, drafter, **settings) for _ in range(2))
     expected = [cold.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
     assert all(found)
@@ -73,9 +71,9 @@ def test_a_prompt_is_computed_without_what_only_its_end_needs(drafter, models, m
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in expected] and not all(found)
 
 
-def test_a_target_or_drafter_that_needs_all_has_no_such_program(folders, models):
-    llm = jaxspec.load(*folders, max_len=256, max_slots=2, progress=False)
-    short = jaxspec.load(*models, max_len=ROWS, max_slots=2, progress=False)
-    for other in (llm, short):
-        programs = other._runner.choice.all_for(PLAIN)
+def test_where_prompts_are_short_or_a_drafter_needs_all_there_is_no_such_program(models, tmp_path_factory):
+    draft_model = tiny.tiny_target(tmp_path_factory.mktemp("draft"), seed=1)
+    for drafter, max_len in ((draft_model, 400), (models[1], ROWS)):
+        llm = jaxspec.load(models[0], drafter, max_len=max_len, max_slots=2, progress=False)
+        programs = llm._runner.choice.all_for(PLAIN)
         assert all(program.ends for program in programs if isinstance(program, Prefill))

@@ -130,8 +130,11 @@ def test_the_last_row_alone(target):
     ids = np.random.default_rng(4).integers(0, target.config.vocab_size, (2, 6)).astype(np.int32)
     count, slots = jnp.asarray([6, 3], jnp.int32), jnp.arange(2, dtype=jnp.int32)
     rows = Rows(jnp.asarray(ids), jnp.zeros(2, jnp.int32), count, slots)
-    every, last = (whole(target, rows, wanted)[0].hidden for wanted in ("all", "last"))
-    np.testing.assert_allclose(last[:, 0], np.asarray(every)[[0, 1], [5, 2]], rtol=1e-5, atol=1e-5)
+    every, last, none = (whole(target, rows, wanted)[0] for wanted in ("all", "last", "none"))
+    np.testing.assert_allclose(last.hidden[:, 0], np.asarray(every.hidden)[[0, 1], [5, 2]], rtol=1e-5, atol=1e-5)
+    for i, keys in every.keys.items():
+        for other in (last, none):
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), other.keys[i].fresh, keys.fresh)
 
 
 def test_a_tap_that_there_is_not(target):
