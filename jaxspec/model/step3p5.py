@@ -27,8 +27,18 @@ from jaxspec.checkpoint.layout import Part
 from jaxspec.collectives import TENSOR, Shard, summed
 from jaxspec.model import traffic
 from jaxspec.model.attention import (
-    Heads, KVScales, Normed, attend, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored, with_own,
-)  # fmt: skip
+    Heads,
+    KVScales,
+    Normed,
+    attend,
+    check_taps,
+    empty_cache,
+    keys_for,
+    keys_of,
+    scales_by_layer,
+    stored,
+    with_own,
+)
 from jaxspec.model.config import LayerSpec
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, head_logits, turned
 from jaxspec.model.moe import Experts
