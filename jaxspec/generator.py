@@ -17,6 +17,7 @@ from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_ot
 from jaxspec.batch.lines import LineReader, derived_seed
 from jaxspec.checks import integer, type_name
 from jaxspec.engine.completion import Completion
+from jaxspec.engine.fetches import Fetches
 from jaxspec.engine.intake import Prompt
 from jaxspec.engine.params import MAX_SEED, SamplingParams
 from jaxspec.foreign_names import HERE, NEEDLESS, answer
@@ -172,11 +173,12 @@ class Generator:
             raise ValueError(f"columns differ in length: {lengths}")
         made = _Batch(batch, len(values[0]))
         rows = []
-        for at, (asked, *name) in enumerate(zip(*values, strict=True)):
-            try:
-                rows.append(_Row(made, at, *self._request(_plain(asked), *map(_id, name))))
-            except Exception as error:
-                made.fail(at, error)
+        with Fetches(self.llm.settings.image_rows > 0) as fetches:
+            for at, (asked, *name) in enumerate(fetches.ahead((_plain(asked), *name) for asked, *name in zip(*values, strict=True))):
+                try:
+                    rows.append(_Row(made, at, *self._request(asked, *map(_id, name))))
+                except Exception as error:
+                    made.fail(at, error)
         made.left = len(rows)
         if not rows:
             made.future.set_result(None)

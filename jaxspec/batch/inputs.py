@@ -31,6 +31,7 @@ class Input(abc.ABC):
 
     name: str
     checked = True  # whether `check_ids` can tell
+    live = False  # whether rows may come one by one, as somebody writes them
 
     @abc.abstractmethod
     def rows(self) -> Iterator[bytes | dict[str, Any]]:
@@ -87,7 +88,7 @@ class ParquetFile(Input):
 class StandardInput(Input):
     """JSON lines that are read as they come. The ids are checked then, too."""
 
-    name, checked = "standard input", False
+    name, checked, live = "standard input", False, True
 
     def rows(self) -> Iterator[bytes]:
         yield from sys.stdin.buffer

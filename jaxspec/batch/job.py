@@ -52,6 +52,7 @@ from jaxspec.batch.results import (
 from jaxspec.checkpoint.files import lock, writing
 from jaxspec.checks import expanded, integer, type_name
 from jaxspec.engine.completion import Completion
+from jaxspec.engine.fetches import AHEAD, Fetches
 from jaxspec.engine.intake import Prompt
 from jaxspec.engine.learn import Learning
 from jaxspec.engine.params import MAX_SEED, SamplingParams
@@ -281,9 +282,7 @@ class BatchJob:
 
     def _requests(self, bar: Any) -> Iterator[_Asked]:
         """Yields what remains to be done, and reads the input only as far as that is asked for."""
-        for number, row in enumerate(self._input.rows(), start=1):
-            if (number - 1) % self._shards != self._shard - 1:
-                continue
+        for row, number in self._rows():
             line = None if isinstance(row, bytes) and not row.strip() else self._line(number, row)
             samples = [] if line is None else self._known.missing(line.number, line.params.n)
             if line is None or not samples:
@@ -293,6 +292,14 @@ class BatchJob:
                 continue
             line.left = len(samples)
             yield from ((line, sample) for sample in samples)
+
+    def _rows(self) -> Iterator[tuple[Any, int]]:
+        """The lines that are this run's, each as a value of JSON if it is one, with their numbers. With images, some lines are read ahead,
+        and what URLs name there is fetched."""
+        lines = enumerate(self._input.rows(), start=1)
+        own = ((_value(row), number) for number, row in lines if (number - 1) % self._shards == self._shard - 1)
+        with Fetches(self._llm.settings.image_rows > 0) as fetches:
+            yield from fetches.ahead(own, 0 if self._input.live else AHEAD)
 
     def _keep(self, line: Line, sample: int, done: Completion) -> tuple[dict[str, Any] | None, Exception | None]:
         """Appends a completion to the results. Returns what was appended, or the error of this completion alone, and raises any other."""
@@ -317,7 +324,7 @@ class BatchJob:
             self._put_aside(line.number, line.name, reason(error), line.url is not None)
         return int(first)
 
-    def _line(self, number: int, row: bytes | dict[str, Any]) -> Line | None:
+    def _line(self, number: int, row: Any) -> Line | None:
         """The request of a line, or None if it cannot be served: then it goes to the errors file. Raises ChangedInput."""
         name, values = None, None
         try:
@@ -390,6 +397,13 @@ _Asked = tuple[Line, int]  # a line, and the index of one of its samples
 def _request(asked: _Asked) -> tuple[Prompt, SamplingParams]:
     line, sample = asked
     return line.prompt, dataclasses.replace(line.params, n=1, seed=(line.seed + sample) % MAX_SEED)
+
+
+def _value(row: bytes | dict[str, Any]) -> Any:
+    try:
+        return jsonl.value(row) if isinstance(row, bytes) else row
+    except ValueError:  # told of when its turn comes
+        return row
 
 
 def _spans_processes(llm: Any) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxspec.engine.fetches import Fetches
 from jaxspec.engine.intake import Prompt
 from jaxspec.engine.pictures import ImageTower, taken_out
 from jaxspec.text import TemplateOptions, Tokenizer
@@ -37,7 +38,8 @@ class Conversations:
         ids = self.ids(messages, thinking, options)
         if self.tower is None:
             return ids
-        images = [self.tower.source(image) for image in taken_out(messages)[1]]  # so that a URL is fetched once
+        with Fetches() as fetches:
+            images = [self.tower.source(image) for image in taken_out(fetches.begin(messages))[1]]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}} if images else ids
 
     def turn(self, messages: Messages, thinking: bool, options: TemplateOptions) -> tuple[Prompt, int]:
@@ -61,13 +63,14 @@ class Conversations:
         the conversation if there are several."""
         several, prompts, keep = are_several(messages), list[Prompt](), list[int]()
         conversations: Any = messages if several else [messages]
-        for i, conversation in enumerate(conversations):
-            try:
-                prompt, repeated = self.turn(conversation, thinking, options)
-            except (TypeError, ValueError) as error:
-                if not several:
-                    raise
-                raise (TypeError if isinstance(error, TypeError) else ValueError)(f"conversation {i}: {error}") from error
-            prompts.append(prompt)
-            keep.append(repeated)
+        with Fetches(self.tower is not None) as fetches:
+            for i, conversation in enumerate(fetches.ahead(conversations)):
+                try:
+                    prompt, repeated = self.turn(conversation, thinking, options)
+                except (TypeError, ValueError) as error:
+                    if not several:
+                        raise
+                    raise (TypeError if isinstance(error, TypeError) else ValueError)(f"conversation {i}: {error}") from error
+                prompts.append(prompt)
+                keep.append(repeated)
         return prompts, keep

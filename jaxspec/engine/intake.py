@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxspec.checks import type_name
+from jaxspec.engine.fetches import Fetches
 from jaxspec.engine.params import MAX_SEED, Defaults, SamplingParams
 from jaxspec.engine.pictures import Pictures, Placed
 from jaxspec.engine.request import Request
@@ -167,7 +168,8 @@ class Maker:
         if self.pictures is None or not (images or self.pictures.tower.image_token_id in ids):
             return Placed(ids, (), [])
         try:
-            return self.pictures.placed([int(i) for i in ids], images)
+            with Fetches() as fetches:
+                return self.pictures.placed([int(i) for i in ids], fetches.begin_image(images))
         except (TypeError, ValueError) as error:
             raise (TypeError if isinstance(error, TypeError) else ValueError)(f"prompt {index}: {error}") from error
 

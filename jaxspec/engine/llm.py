@@ -22,6 +22,7 @@ from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Chunk, Completion
 from jaxspec.engine.conversations import Conversations, Messages, are_several
 from jaxspec.engine.device_lock import DeviceLock
+from jaxspec.engine.fetches import Fetches
 from jaxspec.engine.finish import likely_scored
 from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Prompt, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
@@ -434,8 +435,10 @@ class LLM:
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: Sequence[int] = ()) -> list[Request]:
         """Checked requests for a list of prompts. keep: see `Request`, for each prompt; all 0 by default."""
         self._check_open()
-        maker, pairs = self._maker, enumerate(zip(prompts, params_of(params, len(prompts)), strict=True))
-        return [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed, keep[i] if keep else 0)]
+        maker, each = self._maker, params_of(params, len(prompts))
+        with Fetches(self._pictures is not None) as fetches:
+            pairs = enumerate(zip(fetches.ahead(prompts), each, strict=True))
+            return [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed, keep[i] if keep else 0)]
 
     @property
     def _maker(self) -> Maker:

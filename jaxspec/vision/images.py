@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -17,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,18 @@ class Source:
     data: Any
     width: int
     height: int
+
+
+class Coming(str):
+    """The URL of an image that is being fetched."""
+
+    def __new__(cls, url: str, answer: concurrent.futures.Future[bytes]) -> Self:
+        """answer: what `fetched` gives for it."""
+        found = super().__new__(cls, url)
+        found.answer = answer
+        return found
+
+    answer: concurrent.futures.Future[bytes]
 
 
 class Prepared(NamedTuple):
@@ -151,14 +164,8 @@ def _data(image: Any) -> Any:
     if not isinstance(image, str | os.PathLike):
         return image
     text = os.fsdecode(image)
-    if text.startswith(("http://", "https://")):
-        asked = urllib.request.Request(text, headers={"User-Agent": "jaxspec"})
-        try:
-            with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:  # it is an answer too
-            error.close()
-            raise
+    if is_remote(text):
+        return image.answer.result() if isinstance(image, Coming) else fetched(text)
     if text.startswith("data:"):
         head, _, data = text.partition(",")
         if not head.endswith(";base64"):
@@ -167,6 +174,22 @@ def _data(image: Any) -> Any:
     if text.startswith("file://"):
         return urllib.request.url2pathname(urllib.parse.urlsplit(text).path)
     return os.path.expanduser(text)
+
+
+def is_remote(image: Any) -> bool:
+    """Whether it is a URL that is fetched from a server."""
+    return isinstance(image, str) and image.startswith(("http://", "https://"))
+
+
+def fetched(url: str) -> bytes:
+    """What a server has there. Raises what urllib raises."""
+    asked = urllib.request.Request(url, headers={"User-Agent": "jaxspec"})
+    try:
+        with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
+            return answer.read()
+    except urllib.error.HTTPError as error:  # it is an answer too
+        error.close()
+        raise
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import io
 import json
 import re
 import shutil
+import threading
 
 import adapters
 import huggingface_hub
@@ -21,6 +23,7 @@ from transformers.models.gemma4_unified import modeling_gemma4_unified as unifie
 
 import jaxspec
 from jaxspec import SamplingParams
+from jaxspec.engine import fetches
 from jaxspec.vision import Images
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -225,6 +228,94 @@ def test_rows_of_a_generator_with_images(tmp_path):
     assert [(row["text"], row["error"]) for row in (*named, unnamed[0])] == [(expected, None)] * 5
     for row in unnamed[1:]:
         assert re.fullmatch("the row's messages cannot stand for its id: .*; name an id_column, or give .* by path or URL", row["error"])
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Makes a server's answers wait until so many images are asked for, as they are if they are fetched beside one another: an image for
+    each URL, which is fetched once."""
+    images, asked, barriers = {}, [], []
+
+    def answer(url):
+        asked.append(url)
+        barriers[-1].wait(60)
+        if url not in images:
+            raise OSError(f"nothing is at {url}")
+        file = io.BytesIO()
+        images[url].save(file, "PNG")
+        return file.getvalue()
+
+    def expect(count, *urls):
+        barriers.append(threading.Barrier(count))
+        images.update({url: picture(i, (40, 40)) for i, url in enumerate(urls)})
+        asked.clear()
+        return asked
+
+    monkeypatch.setattr(fetches, "fetched", answer)
+    return expect
+
+
+def about(*images):
+    return [{"role": "user", "content": [*({"type": "image", "url": image} for image in images), {"type": "text", "text": "What is it?"}]}]
+
+
+def test_images_behind_urls_are_fetched_beside_one_another(together, tmp_path):
+    """Those of one prompt, and of several, in every way of asking."""
+    from jaxspec.cli import main
+
+    llm, urls = loaded("plain"), [f"http://somewhere/{i}.png" for i in range(3)]
+    found = {}
+
+    def asks(name, run, count=3):
+        asked = together(count, *urls)
+        found[name] = run()
+        assert sorted(asked) == urls[:count]
+
+    prompts = [{"prompt": "<unused5>" * len(images), "multi_modal_data": {"image": images}} for images in (urls[:2], urls[2:], urls[2:])]
+    asks("prompts", lambda: [answer.token_ids for answer in llm.generate(prompts, GREEDY)])
+    asks("one prompt", lambda: [i for chunk in llm.stream(prompts[0], GREEDY) for i in chunk.token_ids], 2)
+    asks("in any order", lambda: [answer.token_ids for answer in llm.as_completed(prompts[:1], GREEDY)], 2)
+    assert found["in any order"] == [found["one prompt"]] == found["prompts"][:1]
+    talks = [about(*urls[:2]), about({"url": urls[2]})]
+    asks("conversations", lambda: llm.chat(talks, GREEDY))
+    asks("one conversation", lambda: llm.chat(talks[0], GREEDY), 2)
+    one, other = found["conversations"]
+    assert (found["one conversation"].token_ids, len(one.prompt_token_ids)) == (one.token_ids, len(other.prompt_token_ids) + 66)
+    assert llm.chat_prompt(talks[0]).count(IMAGE) == 2
+
+    settings = {"num_draft_tokens": 3, "max_len": 256, "max_slots": 2, "images": 70, "messages_column": "messages"}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with jaxspec.Generator(saved("plain")[1], "ngram", sampling_params=params, **settings) as generator:
+        asks("rows", lambda: [row["text"] for row in generator.rows([{"messages": messages} for messages in talks])])
+    assert found["rows"] == [one.text, other.text]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talks) + "no JSON\n5\n")
+    options = ["--target", str(saved("plain")[1]), "--images", "70", "--max-len", "256", "--max-slots", "2"]
+    options += ["--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--token-ids"]
+    asks("lines", lambda: main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *options]))
+    served = {line["id"]: line["token_ids"] for line in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert served == {1: one.token_ids, 2: other.token_ids} and found["lines"] == 1
+    errors = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert [(line["line"], line["error"][:8]) for line in errors] == [(3, "not JSON"), (4, "the line")]
+
+
+def test_an_image_that_is_not_where_its_url_says(together):
+    llm, urls = loaded("plain"), [f"http://somewhere/{i}.png" for i in range(4)]
+    together(1, *urls[:2])
+    gone = rf"'{urls[3]}' cannot be read as an image: nothing is at {urls[3]}"
+    with pytest.raises(ValueError, match=f"prompt 1: {gone}"):
+        llm.generate([{"prompt": "<unused5>", "multi_modal_data": {"image": url}} for url in (urls[0], urls[3], urls[1])], GREEDY)
+    with pytest.raises(ValueError, match=f"conversation 1: {gone}"):
+        llm.chat([about(urls[0]), about(urls[3])], GREEDY)
+    with pytest.raises(ValueError, match=f"^{gone}"):
+        llm.chat(about(urls[3]), GREEDY)
+
+
+def test_nothing_is_fetched_for_a_text_model(together):
+    asked = together(1)
+    with fetches.Fetches(with_images=False) as nothing:
+        given = about("http://somewhere/0.png")
+        assert nothing.begin(given) is given and list(nothing.ahead([given])) == [given]
+    assert not asked
 
 
 @pytest.mark.parametrize("kind", ["plain", "unified"])
