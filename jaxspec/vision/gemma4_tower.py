@@ -15,6 +15,8 @@ from jaxspec.model.layers import Linear, RMSNorm, Weight, last_axis, rms, rope_f
 from jaxspec.trees import told
 from jaxspec.vision.config import TowerConfig, VisionConfig
 from jaxspec.vision.projection import Projection, abstract_projection
+from pallas_kernels import device
+from pallas_kernels.dialect import HOPPER
 from pallas_kernels.paged_attention import by_kernel, paged_attention
 
 # Queries whose scores with all keys are held at a time. At the most patches that the releases take, 10,080, those are 102 MB of float32.
@@ -73,8 +75,18 @@ def _turned(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 def _attended(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
     """Softmax attention with unscaled scores, in float32. q: [N, heads, D]; k, v: [N, KV heads, D]; valid: [N] bool, the first ones ->
     [N, heads, D]."""
-    width = max(1 << (q.shape[-1] - 1).bit_length(), LEAST_WIDTH)
-    return _by_kernel(q, k, v, valid, width) if by_kernel(width, None) else _by_xla(q, k, v, valid)
+    head_dim = q.shape[-1]
+    width = max(1 << (head_dim - 1).bit_length(), LEAST_WIDTH)
+    if not by_kernel(width, None):
+        return _by_xla(q, k, v, valid)
+    # A kernel in Triton needs a power of two: with heads of 72 numbers it multiplies 128. cuDNN was timed on Hopper GPUs.
+    by_cudnn = width > head_dim and head_dim % 8 == 0 and q.dtype == jnp.bfloat16 and device.capability() == HOPPER
+    return _by_cudnn(q, k, v, valid) if by_cudnn else _by_kernel(q, k, v, valid, width)
+
+
+def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
+    seen = jnp.sum(valid, dtype=jnp.int32)[None]
+    return jax.nn.dot_product_attention(q[None], k[None], v[None], scale=1.0, key_value_seq_lengths=seen, implementation="cudnn")[0]
 
 
 def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array, width: int) -> jax.Array:

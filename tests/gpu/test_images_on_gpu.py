@@ -10,6 +10,7 @@ from gpu_layers import calm_weights, first_layers
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.rows import Inserted, Rows
+from jaxspec.vision import gemma4_tower
 
 pytestmark = pytest.mark.gpu
 LIMIT = 5e-2  # of the largest value: bfloat16 through up to twenty layers
@@ -43,3 +44,13 @@ def test_rows_of_an_image_by_kernels_and_by_xla(name):
             (other, _), _ = call(causal, cache, ids, start, inserted)
             assert jnp.max(jnp.abs(xla - other)) > 2 * LIMIT * jnp.max(jnp.abs(xla))
         cache, at = after, at + width
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(12, 64), (16, 72)])
+def test_attention_of_towers(heads, head_dim):
+    """Those of the E2B and the 31B, of an image that leaves some patches over."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2520, heads, head_dim), jnp.bfloat16) / 2
+    valid = jnp.arange(2520) < 2394
+    found = jax.jit(gemma4_tower._attended)(q, k, v, valid)[:2394].astype(jnp.float32)
+    expected = jax.jit(gemma4_tower._by_xla)(*(x.astype(jnp.float32) for x in (q, k, v)), valid)[:2394]
+    assert jnp.linalg.norm(found - expected) <= 5e-3 * jnp.linalg.norm(expected)
