@@ -7,7 +7,7 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, Unpack
 
 import jax
@@ -338,7 +338,13 @@ class LLM:
                 request.asked = self._accounts.clock()
             return requests
 
-        return Requests(items, made)
+        def ahead(items: Sequence[Any]) -> Iterator[Any]:
+            with Fetches() as fetches:
+                yield from fetches.ahead(items)
+
+        # Others are not read ahead: they may wait for something, or have more after their end.
+        known = self._pictures is not None and isinstance(items, list | tuple)
+        return Requests(ahead(items) if known else items, made)
 
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done = dict[tuple[int, int], Completion]()

@@ -274,8 +274,10 @@ def test_images_behind_urls_are_fetched_beside_one_another(together, tmp_path):
     prompts = [{"prompt": "<unused5>" * len(images), "multi_modal_data": {"image": images}} for images in (urls[:2], urls[2:], urls[2:])]
     asks("prompts", lambda: [answer.token_ids for answer in llm.generate(prompts, GREEDY)])
     asks("one prompt", lambda: [i for chunk in llm.stream(prompts[0], GREEDY) for i in chunk.token_ids], 2)
-    asks("in any order", lambda: [answer.token_ids for answer in llm.as_completed(prompts[:1], GREEDY)], 2)
-    assert found["in any order"] == [found["one prompt"]] == found["prompts"][:1]
+    asks("in any order", lambda: {answer.prompt_index: answer.token_ids for answer in llm.as_completed(prompts, GREEDY)})
+    asks("from an iterator", lambda: [answer.token_ids for answer in llm.as_completed(iter(prompts[:1]), GREEDY)], 2)
+    assert found["from an iterator"] == [found["one prompt"]] == found["prompts"][:1]
+    assert found["in any order"] == dict(enumerate(found["prompts"]))
     talks = [about(*urls[:2]), about({"url": urls[2]})]
     asks("conversations", lambda: llm.chat(talks, GREEDY))
     asks("one conversation", lambda: llm.chat(talks[0], GREEDY), 2)
