@@ -97,6 +97,8 @@ def convert(
         raise ValueError(f"the drafter {drafter!r} is not a checkpoint: it has no weights to convert, and fits every target")
     folder = checkpoint.resolve(source, hub)  # only now, since a target's weights are a long download
     check_files(folder)
+    if adapter is not None and not pair.changes and not Images.is_in(folder):
+        raise ValueError(f"the adapter {os.fspath(adapter)!r} changes none of the target's text weights, and {folder} has no image tower")
     quantisation = targets.quantisation_of(folder, config, weights_dtype, **asked)  # again: the weights' headers may say more
     tree = targets.abstract_target(config, weights_dtype, quantisation)
 

@@ -216,6 +216,9 @@ def load(
         check_pillow()
         tower = Images.read(pair.folder, pair.dtype, None if images is True else images)
         adapted = {} if adapter is None else tower.changes(read_adapter(adapter, hub))
+    if adapter is not None and not (pair.changes or adapted):
+        otherwise = "" if images else "; if it changes the image tower, load with images=True"
+        raise ValueError(f"the adapter {os.fspath(adapter)!r} changes none of the target's text weights{otherwise}")
     image_rows = 0 if tower is None else tower.max_soft_tokens
     sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
     sizes["image_rows"] = image_rows

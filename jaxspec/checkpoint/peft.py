@@ -62,9 +62,9 @@ class Adapter:
         """What it makes of each weight, by the weight's key without a prefix.
 
         tree: the float target. prefixes: what may stand before its paths in a checkpoint's keys. unread: beginnings of keys of parts that
-        the target does without, of which an adapter may have some too. way: which of the tree's `layouts` has the names. Raises ValueError
-        that lists all that does not fit: tensors that match no weight or are no whole pair, matrices that were to be adapted and are not
-        there, other ranks and shapes.
+        the target does without, of which an adapter may have some too, or nothing else. way: which of the tree's `layouts` has the names.
+        Raises ValueError that lists all that does not fit: tensors that match no weight or are no whole pair, matrices that were to be
+        adapted and are not there, other ranks and shapes.
         """
         return _Matching(self, tree, prefixes, unread, way).changes()
 
@@ -187,6 +187,7 @@ class _Matching:
         self.whole: dict[str, Stored] = {}  # weights that are there themselves, by key
         self.rows: dict[str, Stored] = {}  # rows of tables, by module
         self.class_prefix = self.prefixes[0]
+        self.leaves_out = False  # whether some of it is of parts that the target does without
         for key, tensor in sorted(adapter.tensors.items()):
             self._sort(key, tensor)
 
@@ -197,6 +198,7 @@ class _Matching:
             return
         module = found["module"]
         if f"{module}.".startswith(self.unread) or f"model.{module}.".startswith(self.unread):
+            self.leaves_out = True
             return
         if module != HEAD:
             prefix = next(prefix for prefix in self.prefixes if module.startswith(prefix))
@@ -226,8 +228,8 @@ class _Matching:
             before = changes.get(key, change)
             changes[key] = dataclasses.replace(change, whole=before.whole, rows=before.rows)
         self._missing({key for key, change in changes.items() if change.a is not None})
-        if not changes and not self.problems:
-            self.problems.append("it changes none of the target's text weights")
+        if not changes and not self.problems and not self.leaves_out:
+            self.problems.append("it changes none of the target's weights")
         if self.problems:
             made = self.config.get("base_model_name_or_path")
             made = f", which was made for {made!r}," if made else ""

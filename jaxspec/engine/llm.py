@@ -338,13 +338,13 @@ class LLM:
                 request.asked = self._accounts.clock()
             return requests
 
-        def ahead(items: Sequence[Any]) -> Iterator[Any]:
+        def ahead() -> Iterator[Any]:
             with Fetches() as fetches:
                 yield from fetches.ahead(items)
 
         # Others are not read ahead: they may wait for something, or have more after their end.
         known = self._pictures is not None and isinstance(items, list | tuple)
-        return Requests(ahead(items) if known else items, made)
+        return Requests(ahead() if known else items, made)
 
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done = dict[tuple[int, int], Completion]()

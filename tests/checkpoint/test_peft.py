@@ -1,11 +1,13 @@
 """Adapters of PEFT: merged, the weights are those of merge_and_unload, whatever was adapted and wherever they lie; and what is refused."""
 
 import json
+import shutil
 
 import adapters
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import torch
 from quick import few_programs
 from safetensors.numpy import load_file, save_file
@@ -320,7 +322,20 @@ def test_an_adapter_of_the_towers_alone(plain, tmp_path):
     refuse(plain.target, edited, "missing, and adapter_config.json says")
     config = json.loads((edited / "adapter_config.json").read_text()) | {"target_modules": r".*vision_tower.*"}
     (edited / "adapter_config.json").write_text(json.dumps(config))
-    refuse(plain.target, edited, "1 problems:\n  it changes none of the target's text weights")
+    target = shutil.copytree(plain.target, tmp_path / "target")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.POCKET / name, target / name)
+    none = f"the adapter '{edited}' changes none of the target's text weights"
+    with pytest.raises(ValueError, match=f"{none}; if it changes the image tower, load with images=True"):
+        jaxspec.load(target, adapter=edited, max_len=64, progress=False)
+    with pytest.raises(ValueError, match=f"{none}, and {target} has no image tower"):
+        jaxspec.convert(target, tmp_path / "converted", adapter=edited, progress=False)
+
+
+def test_an_adapter_of_nothing(plain, tmp_path):
+    edited = adapters.edited(plain.adapter, tmp_path / "edited", target_modules=[])
+    save_file({}, edited / "adapter_model.safetensors")
+    refuse(plain.target, edited, "1 problems:\n  it changes none of the target's weights")
 
 
 def test_no_adapter(plain, tmp_path):

@@ -321,9 +321,10 @@ def test_nothing_is_fetched_for_a_text_model(together):
 
 
 @pytest.mark.parametrize("kind", ["plain", "unified"])
-def test_an_adapter_of_the_tower_is_merged(kind, tmp_path):
-    """As PEFT merges it, with the text model's and in a conversion."""
-    image, modules = picture(1, (30, 50)), r".*\.linear|.*patch_dense|.*embedding_projection|.*language_model.*\.q_proj"
+@pytest.mark.parametrize("text", ["", r"|.*language_model.*\.q_proj"], ids=["alone", "with text"])
+def test_an_adapter_of_the_tower_is_merged(kind, text, tmp_path):
+    """As PEFT merges it, alone or with the text model's, and in a conversion."""
+    image, modules = picture(1, (30, 50)), rf".*\.linear|.*patch_dense|.*embedding_projection{text}"
     made = adapters.adapted(copy.deepcopy(saved(kind)[0]), tmp_path, target_modules=modules, r=2, lora_alpha=16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny.POCKET / name, made.target / name)
