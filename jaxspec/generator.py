@@ -201,7 +201,7 @@ class Generator:
         except TypeError as error:
             what = f"the row's {self._key} cannot stand for its id: {error}"
             raise TypeError(f"{what}; name an id_column, or give images by path or URL") from error
-        return line.prompt, dataclasses.replace(line.params, seed=seed)
+        return self._reader.prompt(line), dataclasses.replace(line.params, seed=seed)
 
     def _serve(self) -> None:
         """Serves rows until there are none. It is the only one that computes."""

@@ -281,25 +281,30 @@ class BatchJob:
         return BatchResult(written, self._known.count, failed, self._bad, self.files.result, self.files.errors)
 
     def _requests(self, bar: Any) -> Iterator[_Asked]:
-        """Yields what remains to be done, and reads the input only as far as that is asked for."""
-        for row, number in self._rows():
+        """Yields what remains to be done, and reads the input only as far as that is asked for: with images some lines further, where what
+        URLs name is fetched."""
+        with Fetches(self._llm.settings.image_rows > 0) as fetches:
+            for asked, line, samples in fetches.ahead(self._left(bar), 0 if self._input.live else AHEAD):
+                try:
+                    line.prompt = self._reader.prompt(line, asked)
+                except Exception as error:
+                    self._put_aside(line.number, line.name, error, line.url is not None)
+                    _counted(bar)
+                    continue
+                line.left = len(samples)
+                yield from ((line, sample) for sample in samples)
+
+    def _left(self, bar: Any) -> Iterator[tuple[dict[str, Any], Line, list[int]]]:
+        """The lines that are not done, with what they ask for and the samples that have no result."""
+        for number, row in enumerate(self._input.rows(), start=1):
+            if (number - 1) % self._shards != self._shard - 1:
+                continue
             line = None if isinstance(row, bytes) and not row.strip() else self._line(number, row)
             samples = [] if line is None else self._known.missing(line.number, line.params.n)
             if line is None or not samples:
-                # Counted as done at the start: the bar's rate is of the lines that this run serves.
-                bar.initial = getattr(bar, "initial", 0) + 1
-                bar.update()
+                _counted(bar)
                 continue
-            line.left = len(samples)
-            yield from ((line, sample) for sample in samples)
-
-    def _rows(self) -> Iterator[tuple[Any, int]]:
-        """The lines that are this run's, each as a value of JSON if it is one, with their numbers. With images, some lines are read ahead,
-        and what URLs name there is fetched."""
-        lines = enumerate(self._input.rows(), start=1)
-        own = ((_value(row), number) for number, row in lines if (number - 1) % self._shards == self._shard - 1)
-        with Fetches(self._llm.settings.image_rows > 0) as fetches:
-            yield from fetches.ahead(own, 0 if self._input.live else AHEAD)
+            yield line.asked, line, samples
 
     def _keep(self, line: Line, sample: int, done: Completion) -> tuple[dict[str, Any] | None, Exception | None]:
         """Appends a completion to the results. Returns what was appended, or the error of this completion alone, and raises any other."""
@@ -321,11 +326,11 @@ class BatchJob:
         """Puts a line aside because its request raised. Returns 1, or 0 if the line had been put aside for another of its samples."""
         first, line.failed = not line.failed, True
         if first:
-            self._put_aside(line.number, line.name, reason(error), line.url is not None)
+            self._put_aside(line.number, line.name, error, line.url is not None)
         return int(first)
 
-    def _line(self, number: int, row: Any) -> Line | None:
-        """The request of a line, or None if it cannot be served: then it goes to the errors file. Raises ChangedInput."""
+    def _line(self, number: int, row: bytes | dict[str, Any]) -> Line | None:
+        """The request of a line, without its prompt; None if it cannot be served, then it goes to the errors file. Raises ChangedInput."""
         name, values = None, None
         try:
             values = jsonl.value(row) if isinstance(row, bytes) else row
@@ -336,8 +341,7 @@ class BatchJob:
             if self._seen is not None and (first := self._seen.setdefault(digest_of(name), number)) != number:
                 raise ValueError(f"line {number} has the id {name!r} of line {first}; expected an id of its own for each line")
         except Exception as error:
-            told = reason(error).replace("images=True", "images=True, or with --images")  # the same on the command line
-            self._put_aside(number, name, told, isinstance(values, dict) and openai.is_line(values))
+            self._put_aside(number, name, error, isinstance(values, dict) and openai.is_line(values))
             return None
         self._known.check(line.number, line.name, self.out)
         before = self._asked[number] if number < len(self._asked) else 0
@@ -345,7 +349,7 @@ class BatchJob:
             raise ChangedInput(f"line {number} is not the request that its result in {self.out} answers; name another output")
         return line
 
-    def _put_aside(self, number: int, name: Any, reason: str, openai_form: bool) -> None:
+    def _put_aside(self, number: int, name: Any, error: Exception, openai_form: bool) -> None:
         self._bad += 1
         if not self._writes:
             return
@@ -354,8 +358,9 @@ class BatchJob:
             self._errors = io.FileIO(sys.stderr.fileno(), "w", closefd=False) if path is None else open(path, "wb", buffering=0)
             self._open.callback(self._errors.close)
         name = name if isinstance(name, str | int) else None
-        plain = {"line": number, "id": name, "error": reason}
-        write_line(self._errors, openai.refusal(number, name, reason) if openai_form else plain)
+        told = reason(error).replace("images=True", "images=True, or with --images")  # the same on the command line
+        plain = {"line": number, "id": name, "error": told}
+        write_line(self._errors, openai.refusal(number, name, told) if openai_form else plain)
 
     def _wait(self) -> None:
         """Waits until all processes have come here."""
@@ -399,11 +404,10 @@ def _request(asked: _Asked) -> tuple[Prompt, SamplingParams]:
     return line.prompt, dataclasses.replace(line.params, n=1, seed=(line.seed + sample) % MAX_SEED)
 
 
-def _value(row: bytes | dict[str, Any]) -> Any:
-    try:
-        return jsonl.value(row) if isinstance(row, bytes) else row
-    except ValueError:  # told of when its turn comes
-        return row
+def _counted(bar: Any) -> None:
+    """Counts a line as done at the start: the bar's rate is of those that this run serves."""
+    bar.initial = getattr(bar, "initial", 0) + 1
+    bar.update()
 
 
 def _spans_processes(llm: Any) -> bool:

@@ -26,13 +26,14 @@ class Line:
 
     number: int  # from 1
     name: str | int  # its id
-    prompt: Prompt  # token ids, with the images of messages that have any
     params: SamplingParams
     seed: int  # of its first sample; sample i has seed + i
     digest: int  # of what it asks for: see `digest_of_request`
     asked: dict[str, Any]  # its prompt or messages
+    template: dict[str, Any]  # what the chat template of messages gets beside them
     extra: dict[str, Any]  # columns that go to its results as they are
     url: str | None = None  # the endpoint that a line in OpenAI's form names; None for plain lines
+    prompt: Prompt = ()  # token ids, with the images of messages that have any; once it is to be served
     samples: dict[int, Completion] = dataclasses.field(default_factory=dict)  # those that are done, of a line in OpenAI's form
     left: int = 0  # samples that have no result yet
     failed: bool = False  # whether one of its samples raised
@@ -48,7 +49,7 @@ class LineReader:
     enable_thinking: bool  # for the chat template of messages
 
     def read(self, number: int, values: Mapping[str, Any]) -> Line:
-        """The request of line `number`. Raises ValueError or TypeError if it cannot be served, and what the chat template raises."""
+        """The request of line `number`, without its prompt. Raises ValueError or TypeError if it cannot be served."""
         name, template, extra, url = name_of(number, values), dict[str, Any](enable_thinking=self.enable_thinking), {}, None
         if openai.is_line(values):
             found = openai.read(values)
@@ -66,14 +67,20 @@ class LineReader:
         if len(asked) != 1:
             raise ValueError(f"found {'both prompt and' if asked else 'neither prompt nor'} messages; expected one of them")
         params = dataclasses.replace(self.params, **given)
+        seed = derived_seed(self.seed, name) if params.seed is None else params.seed
+        return Line(number, name, params, seed, digest_of_request(values), asked, template, extra, url)
+
+    def prompt(self, line: Line, asked: Mapping[str, Any] | None = None) -> Prompt:
+        """The prompt of a line. asked: the line's, perhaps with images that are on their way. Raises ValueError or TypeError if it cannot be
+        served, and what the chat template raises."""
+        asked = line.asked if asked is None else asked
         ids: Any = next(iter(asked.values()))
         if "messages" in asked:
-            ids = self.llm.chat_input(ids, **template)
+            ids = self.llm.chat_input(ids, **line.template)
         elif isinstance(ids, str):
             ids = self.llm.tokenizer.encode(ids) if ids else []
-        self.llm.check(ids, params)
-        seed = derived_seed(self.seed, name) if params.seed is None else params.seed
-        return Line(number, name, ids, params, seed, digest_of_request(values), asked, extra, url)
+        self.llm.check(ids, line.params)
+        return ids
 
 
 def _plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

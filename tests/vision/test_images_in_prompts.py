@@ -296,6 +296,9 @@ def test_images_behind_urls_are_fetched_beside_one_another(together, tmp_path):
     asks("lines", lambda: main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *options]))
     served = {line["id"]: line["token_ids"] for line in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
     assert served == {1: one.token_ids, 2: other.token_ids} and found["lines"] == 1
+    asked = together(1)
+    assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *options]) == 1
+    assert not asked  # nothing is fetched for lines that are done
     errors = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
     assert [(line["line"], line["error"][:8]) for line in errors] == [(3, "not JSON"), (4, "the line")]
 
