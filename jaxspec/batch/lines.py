@@ -71,8 +71,8 @@ class LineReader:
         return Line(number, name, params, seed, digest_of_request(values), asked, template, extra, url)
 
     def prompt(self, line: Line, asked: Mapping[str, Any] | None = None) -> Prompt:
-        """The prompt of a line. asked: the line's, perhaps with images that are on their way. Raises ValueError or TypeError if it cannot be
-        served, and what the chat template raises."""
+        """The prompt of a line. asked: the line's, perhaps with images that are on their way. Raises ValueError or TypeError if it cannot
+        be served, and what the chat template raises."""
         asked = line.asked if asked is None else asked
         ids: Any = next(iter(asked.values()))
         if "messages" in asked:
