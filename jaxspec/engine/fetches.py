@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxspec.engine.pictures import NAMES
-from jaxspec.interrupts import begun
 from jaxspec.vision.images import Coming, fetched, is_remote
 
 THREADS = 16  # that fetch
@@ -25,14 +25,14 @@ class Fetches:
     def __init__(self, with_images: bool = True):
         """with_images: whether images are read at all; if not, nothing is fetched."""
         self._with_images = with_images
-        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="jaxspec-fetch")
+        self._places, self._closed = threading.Semaphore(THREADS), False
         self._coming = weakref.WeakValueDictionary[str, Coming]()
 
     def __enter__(self) -> Fetches:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
 
     def ahead(self, items: Iterable[Item], count: int = AHEAD) -> Iterator[Item]:
         """The items, of which so many are read and begun ahead of the one that is given."""
@@ -71,5 +71,21 @@ class Fetches:
             return given
         coming = self._coming.get(given)
         if coming is None:
-            coming = self._coming[given] = Coming(given, begun(self._pool, lambda: fetched(given)))
+            coming = self._coming[given] = Coming(given, concurrent.futures.Future())
+            # Python does not wait for daemons as it exits, and a server may let them wait for long.
+            thread = threading.Thread(target=self._fetch, args=(coming,), name="jaxspec-fetch", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the main thread has ended, after which none begins
+                self._fetch(coming)
         return coming
+
+    def _fetch(self, coming: Coming) -> None:
+        with self._places:
+            if self._closed:
+                coming.answer.cancel()
+                return
+            try:
+                coming.answer.set_result(fetched(coming))
+            except BaseException as error:
+                coming.answer.set_exception(error)

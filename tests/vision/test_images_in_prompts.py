@@ -4,9 +4,16 @@ import copy
 import functools
 import io
 import json
+import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import adapters
 import huggingface_hub
@@ -27,6 +34,7 @@ from jaxspec.engine import fetches
 from jaxspec.vision import Images
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
+ROOT = Path(__file__).parents[2]
 IMAGE, OPENING, CLOSING = 5, 6, 7  # tokens of the pocket tokenizer that nothing else uses
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|turn>' }}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -313,6 +321,27 @@ def test_an_image_that_is_not_where_its_url_says(together):
         llm.chat([about(urls[0]), about(urls[3])], GREEDY)
     with pytest.raises(ValueError, match=f"^{gone}"):
         llm.chat(about(urls[3]), GREEDY)
+
+
+def test_a_script_that_is_interrupted_while_a_server_hangs_ends():
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from jaxspec.engine.fetches import Fetches
+from jaxspec.vision.images import source_of
+with Fetches() as fetches:
+    prompt = fetches.begin({{"multi_modal_data": {{"image": sys.argv[1]}}}})
+    source_of(prompt["multi_modal_data"]["image"])
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", script, f"http://127.0.0.1:{server.getsockname()[1]}/0.png"]
+        environment = {**os.environ, "NO_PROXY": "127.0.0.1", "JAX_PLATFORMS": "cpu"}
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as running:
+            connection, _ = server.accept()
+            with connection:
+                time.sleep(0.5)  # until it waits
+                running.send_signal(signal.SIGINT)
+                assert running.communicate(timeout=30)[1].rstrip().endswith("KeyboardInterrupt")
 
 
 def test_nothing_is_fetched_for_a_text_model(together):
