@@ -25,6 +25,11 @@ class Call(NamedTuple):
     variant: str | None = None  # the drafter's variant that guessed, if its rounds count in a trial
     until_ended: int = 0  # its rounds return once so many more have ended, unless this is 0
 
+    @property
+    def under_way(self) -> dict[Request | None, int]:
+        """How many rows of each request's prompt it computes."""
+        return dict(zip(self.requests, self.rows, strict=True))
+
     def without(self, gone: Collection[Request]) -> Call | None:
         """The call, of which these requests are not told; None if that leaves nobody."""
         told, finished = ([None if r in gone else r for r in some] for some in (self.requests, self.finished))

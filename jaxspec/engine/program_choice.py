@@ -98,8 +98,8 @@ class ProgramChoice:
         computed together. But a prompt of text would wait as long as images come, so those of prompts that got their slots much later than
         the oldest prompt come after it."""
         buckets = self._buckets
-        coming = {} if behind is None else dict(zip(behind.requests, behind.rows, strict=True))
-        computed = [r.computed + coming.get(r, 0) for r in requests]
+        under_way = {} if behind is None else behind.under_way
+        computed = [r.computed + under_way.get(r, 0) for r in requests]
         if pictured := self._images(requests, computed):
             if pictured[0].request.order - requests[0].order < self._settings.max_slots:
                 some = pictured[: buckets.images[-1][0]]

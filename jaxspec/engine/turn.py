@@ -134,7 +134,7 @@ class Turn:
     def _look_ahead(self) -> None:
         """Begins to compute the images that are next, while the device does other work."""
         find, call = self._runner.held.find, self._prompts
-        under_way = {} if call is None else dict(zip(call.requests, call.rows, strict=True))
+        under_way = {} if call is None else call.under_way
         pictured = [r for r in itertools.chain(self.active, self.waiting) if r.pictures and r.seen]
         rows = ((r, r.computed + under_way.get(r, 0) if r.slot >= 0 else find(r.key)[1]) for r in pictured)
         coming = (picture for request, computed in rows for picture in request.pictures if picture.begin >= computed)
