@@ -47,7 +47,7 @@ def attend(
 ) -> tuple[jax.Array, Keys]:
     """Attention of a layer's rows. normed: [B, T, H], what `weights.heads` takes; positions: [B, T]; scale: of the scores; attention: the
     implementation; read_by_kernel: whether a kernel reads the heads, and no operation of XLA does. row: [B] int32, which row of each
-    sequence attends, and `keys.through` is of; None if all do. Returns the heads, [B, T, KV, G, D] or [B, 1, KV, G, D], and the keys that
+    sequence attends, up to its own position; None if all do. Returns the heads, [B, T, KV, G, D] or [B, 1, KV, G, D], and the keys that
     they attended to: those given, with the rows' own if the layer owns any."""
     q, keys = with_own(weights, normed, positions, keys, attention, read_by_kernel=row is None)
     if row is not None:

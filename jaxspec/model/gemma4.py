@@ -154,9 +154,8 @@ class Gemma4:
             if i == cut:
                 x = take_row(x, last)
                 per_layer = None if per_layer is None else take_row(per_layer, last)
-                if through is not None:
-                    through = take_row(through, last)
-                    fresh = {s: keys if keys.through is None else dataclasses.replace(keys, through=through) for s, keys in fresh.items()}
+                if through is not None:  # an image is among the rows as a whole: the last of them sees none behind it
+                    through, fresh = None, {source: dataclasses.replace(keys, through=None) for source, keys in fresh.items()}
             spec = layer.self_attn.spec
             source = i if spec.kv_source is None else spec.kv_source
             inputs = None if per_layer is None else PerLayerInput(per_layer, jnp.asarray(i, jnp.int32))

@@ -4,6 +4,7 @@ From a norm over a layer to logits, then the paged cache: however a sequence is 
 pass over the whole sequence.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -20,7 +21,7 @@ from jaxspec.model import gemma4, gemma4_layer, layers
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.config import FULL, SLIDING, Gemma4Config
 from jaxspec.model.moe import Router
-from jaxspec.model.rows import Rows
+from jaxspec.model.rows import Inserted, Rows
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 # E4B has what E2B has, and 31B what 12B has.
@@ -248,15 +249,21 @@ def test_a_prefill_of_which_the_last_row_is_wanted(taps: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("member", MEMBERS)
 @pytest.mark.parametrize("wanted", ["last", "none"])
-def test_what_is_computed_of_the_last_row_alone(member: str, wanted: str) -> None:
-    """The second of two calls of rows, of which one is nobody's: its last rows and all its K and V are those of a call for all rows."""
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_what_is_computed_of_the_last_row_alone(member: str, images: bool, wanted: str) -> None:
+    """The second of two calls of rows, of which one is nobody's: its last rows and all its K and V are those of a call for all rows. With
+    images, whose rows see one another, one ends with the rows and one before them."""
     target, ids = load(member), expected(member)[0]
+    if images:
+        target = dataclasses.replace(target, config=dataclasses.replace(target.config, use_bidirectional_attention="vision"))
     _, cache = call(target, empty_cache(target.config), ids, (0, 0), (CHUNK, 6), CHUNK)
     start, count = jnp.asarray([CHUNK, 6, 0], jnp.int32), jnp.asarray([LENGTH - CHUNK, CHUNK, 0], jnp.int32)
     block = jnp.stack([jnp.asarray(np.resize(ids[b, start[b] :], CHUNK), jnp.int32) for b in (0, 1, 0)])
     cache, _ = paged.reserve(cache, SLOT_IDS, start + count, CHUNK)
-    run = jax.jit(gemma4.Gemma4.__call__, static_argnames="wanted")
-    (out, every), (found, kept) = (run(target, Rows(block, start, count, SLOT_IDS), cache, wanted=of) for of in ("all", wanted))
+    drawn = jnp.asarray(np.random.default_rng(3).normal(size=(3, 6, target.config.hidden_size)), jnp.float32)
+    inserted = Inserted(drawn, start + count - jnp.asarray([5, 8, 0]), jnp.asarray([5, 6, 0])) if images else None
+    run, rows = jax.jit(gemma4.Gemma4.__call__, static_argnames="wanted"), Rows(block, start, count, SLOT_IDS, inserted=inserted)
+    (out, every), (found, kept) = (run(target, rows, cache, wanted=of) for of in ("all", wanted))
     if wanted == "last":
         close(found.hidden[:2, 0], np.stack([out.hidden[b, count[b] - 1] for b in (0, 1)]))
     for pool, theirs in zip(jax.tree.leaves(kept.layers), jax.tree.leaves(every.layers), strict=True):
