@@ -89,3 +89,14 @@ class Fetches:
                 coming.answer.set_result(fetched(coming))
             except BaseException as error:
                 coming.answer.set_exception(error)
+
+
+def read_ahead(items: Iterable[Item]) -> Iterable[Item]:
+    """Items with their images on their way, ahead if they are a list or a tuple. Others may wait for something, or have more after their
+    end: they stay as they are."""
+
+    def ahead() -> Iterator[Item]:
+        with Fetches() as fetches:
+            yield from fetches.ahead(items)
+
+    return ahead() if isinstance(items, list | tuple) else items

@@ -7,7 +7,7 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self, Unpack
 
 import jax
@@ -22,7 +22,7 @@ from jaxspec.engine.accounts import Accounts
 from jaxspec.engine.completion import Chunk, Completion
 from jaxspec.engine.conversations import Conversations, Messages, are_several
 from jaxspec.engine.device_lock import DeviceLock
-from jaxspec.engine.fetches import Fetches
+from jaxspec.engine.fetches import Fetches, read_ahead
 from jaxspec.engine.finish import likely_scored
 from jaxspec.engine.html import llm_html
 from jaxspec.engine.intake import Maker, Prompt, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
@@ -338,13 +338,7 @@ class LLM:
                 request.asked = self._accounts.clock()
             return requests
 
-        def ahead() -> Iterator[Any]:
-            with Fetches() as fetches:
-                yield from fetches.ahead(items)
-
-        # Others are not read ahead: they may wait for something, or have more after their end.
-        known = self._pictures is not None and isinstance(items, list | tuple)
-        return Requests(ahead() if known else items, made)
+        return Requests(items if self._pictures is None else read_ahead(items), made)
 
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done = dict[tuple[int, int], Completion]()
