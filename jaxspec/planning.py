@@ -37,7 +37,7 @@ from jaxspec.targets import (
     read_quantisation,
     read_target,
 )
-from jaxspec.trees import bytes_per_device, nbytes
+from jaxspec.trees import bytes_per_device, weight_count
 
 GUIDE_SHARE = 1 / 16  # of the memory that weights leave, at most so much is for guides of heads unless they were asked for
 USED_SHARE = 1 / 16  # of the room; less of it in use does not explain why something does not fit
@@ -247,12 +247,13 @@ def _what_helps(pair: Pair, room: int, placement: Placement, sizes: dict[str, An
         if count > tensor and fits(pair.target, pair.drafter, abstract_placement_of(f"data={data},tensor={count}")):
             yield f"tensor={count} (--mesh tensor={count})"
             break
-    offered = {name: abstract_target(released.target_config(name), pair.dtype) for name in released.TARGETS}
-    largest_first = sorted(offered, key=lambda name: -nbytes(offered[name]))
-    for name in largest_first:
-        if nbytes(offered[name]) < nbytes(pair.target) and fits(offered[name], NoDraft(), placement):
-            yield f"a smaller target, such as {name.upper()}"
-            break
+    for name, kinds in reversed(released.OFFERED.items()):
+        config = released.target_config(name)
+        for kind in kinds:
+            smaller = abstract_target(config, pair.dtype, asked_quantisation(config, pair.dtype, kind))
+            if weight_count(smaller) < weight_count(pair.target) and fits(smaller, NoDraft(), placement):
+                yield f"a smaller target, such as {name.upper()}" + ("" if kind is None else f" in {kind}")
+                return
 
 
 def _object(drafter: Any, config: TargetConfig) -> Any:

@@ -229,6 +229,16 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 
 
+# Targets that are suggested for a device, the smallest first, and how their weights may be quantised.
+OFFERED: dict[str, tuple[str | None, ...]] = {
+    "e2b": (None,),
+    "e4b": (None, "int4"),
+    "12b": (None, "int4"),
+    "26b": (None, "int8"),
+    "31b": (None, "int4"),
+}
+
+
 def images_of(name: str, dtype: Any, max_soft_tokens: int = Preprocessing.max_soft_tokens) -> Images:
     """What makes rows of images for a named target; of its tower there are shapes alone. Raises ValueError for a target without one, and
     for another number of tokens than there is."""

@@ -130,14 +130,15 @@ def test_what_does_not_fit_is_told_what_would_help(capsys):
     text = refused(capsys, "31b", "--memory", "48GB")
     assert "the weights take 61.4 GB and 1 slots" in text and "there is 38.9 GB of it" in text
     assert text.endswith(
-        "With quantize='int8' (--quantize int8), or tensor=2 (--mesh tensor=2), or a smaller target, such as 12B, it fits\n"
+        "With quantize='int8' (--quantize int8), or tensor=2 (--mesh tensor=2), or a smaller target, such as 26B in int8, it fits\n"
     )
     text = refused(capsys, "31b", "--memory", "23GiB")
-    assert "take 57.18 GiB" in text and text.endswith("With tensor=4 (--mesh tensor=4), or a smaller target, such as E4B, it fits\n")
-    text = refused(capsys, "31b", "--memory", "L4", "--quantize", "int8")
-    assert "quantize=" not in text and "With tensor=2 (--mesh tensor=2), or" in text
+    helps = "With tensor=4 (--mesh tensor=4), or a smaller target, such as 12B in int4, it fits\n"
+    assert "take 57.18 GiB" in text and text.endswith(helps)
+    text = refused(capsys, "31b", "--memory", "L4", "--quantize", "int4")
+    assert "quantize=" not in text and text.endswith("With tensor=2 (--mesh tensor=2), or a smaller target, such as 12B in int4, it fits\n")
     assert refused(capsys, "26b", "--memory", "40GB").endswith("or a smaller target, such as 12B, it fits\n")
-    assert refused(capsys, "e2b", "--memory", "1GB").endswith("a larger memory_fraction allows more\n")
+    assert refused(capsys, "e2b", "--memory", "1GB").endswith("or XLA_CLIENT_MEM_FRACTION before JAX starts, allows more\n")
     text = refused(capsys, "e2b", "--drafter", "mtp", "--memory", "24GB", "--max-slots", "1000")
     assert "and 1000 slots with 64 pages " in text and ", calls " in text and "; there is 19.4 GB of it" in text
 

@@ -30,19 +30,7 @@ from jaxspec.trees import bytes_per_device, leaves_by_path, nbytes, packed_kinds
 from jaxspec.vision import Images
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
-# Of the table of what fits a card: released targets, and how their weights are quantised.
-OFFERED = (
-    ("e2b", None),
-    ("e4b", None),
-    ("e4b", "int4"),
-    ("12b", None),
-    ("12b", "int4"),
-    ("26b", None),
-    ("26b", "int8"),
-    ("31b", None),
-    ("31b", "int4"),
-)
-OFFERED_LEN = 4096
+OFFERED_LEN = 4096  # tokens of a sequence at most, in the table of what fits a card
 
 
 def read(target: str, drafter: str | None = None, hub: Hub = HUB, *, adapter: str | None = None, **asked: Any) -> Pair:
@@ -157,8 +145,7 @@ def describe_plan(
     snapshots = min(chosen.prefix_bytes // sizes.slot, slots)  # as Runner takes them
     kept = sizes.kept(slots, pages) + snapshots * sizes.slot
     if card is not None and room is not None:
-        taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
-        yield f"memory      {show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {show(limit or 0)}"
+        yield _memory_line(card, jax_fraction, memory_fraction, limit or 0)
         if not kernels:
             yield f"            no kernels: the {card.name} runs XLA, whose attention takes more memory"
     with_guides = ", with guides of heads" if placement.head_guides else ""
@@ -188,16 +175,21 @@ def describe_card(card: Card, *, jax_fraction: float = 1.0, memory_fraction: flo
     of up to OFFERED_LEN tokens `load` runs at a time by default. Settings as for `describe_plan`."""
     check_limits(memory_fraction, None)
     room = int(memory_fraction * jax_fraction * card.memory)
-    taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
-    yield f"memory      {card.show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {card.show(room)}"
+    yield _memory_line(card, jax_fraction, memory_fraction, room)
     yield f"target         weights   sequences of up to {OFFERED_LEN} tokens, with the assistant"
-    for name, quantize in OFFERED:
+    for name, quantize in ((name, kind) for name, kinds in released.OFFERED.items() for kind in kinds):
         sizes, label = _offered(name, quantize, card.kernels), name.upper() + (f", {quantize}" if quantize else "")
         try:
             slots: int | str = fit(sizes, room).slots
         except ValueError:
             slots = "does not fit"
         yield f"{label:<12} {gigabytes(sizes.weights):>9}   {slots}"
+
+
+def _memory_line(card: Card, jax_fraction: float, memory_fraction: float, room: int) -> str:
+    """What a card has, and what of it weights and cache may take: `room` bytes."""
+    taken = f", of which JAX takes {jax_fraction} (XLA_CLIENT_MEM_FRACTION)" if jax_fraction < 1 else ""
+    return f"memory      {card.show(card.memory)}{taken}; memory_fraction {memory_fraction} of it is {card.show(room)}"
 
 
 @functools.cache
