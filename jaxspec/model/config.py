@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from jaxspec.checks import integer, number
+from jaxspec.model.config_fields import checked, expect, experts_of, flag, float_name, positive, require, section, whole, whole_or
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
 TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 TARGET_TYPES = ("gemma4", "gemma4_unified", *TEXT_TYPES)
-FLOATS = ("bfloat16", "float16", "float32", "float64")  # dtypes of weights
 CENTROIDS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}  # where an assistant's config says nothing
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,95 +156,9 @@ class AssistantConfig:
         return cls(text, whole(config, "backbone_hidden_size"), ordered, centroids, top_k)
 
 
-def require(config: Mapping[str, Any], field: str) -> Any:
-    """The value of a field. Raises ValueError where it is missing or null."""
-    if config.get(field) is None:
-        raise ValueError(f"config.json lacks {field!r}")
-    return config[field]
-
-
-def whole(config: Mapping[str, Any], field: str) -> int:
-    """The value of a field that counts something. Raises ValueError where it is missing or no whole number of at least 1."""
-    return _checked(integer, field, require(config, field), 1)
-
-
-def experts_of(config: Mapping[str, Any], experts: str, top_k: str) -> tuple[int, int]:
-    """The values of two fields: how many experts a layer has, and how many of them a row chooses. Raises ValueError as `whole` does, and
-    where those are more."""
-    count, chosen = whole(config, experts), whole(config, top_k)
-    if chosen > count:
-        raise ValueError(f"{top_k} is {chosen}, expected 1 .. {count}, which {experts} is")
-    return count, chosen
-
-
-def whole_or(config: Mapping[str, Any], field: str, default: int) -> int:
-    """The same of a field that a config may lack, or have as null or 0: then it is the default."""
-    value = config.get(field)
-    return default if value is None else _checked(integer, field, value, 0) or default
-
-
-def positive(config: Mapping[str, Any], field: str, default: T) -> float | T:
-    """The value of a field that is a number above 0, or the default where it is missing or null. Raises ValueError for another one."""
-    value = config.get(field)
-    return default if value is None else _checked(number, field, value, 0, above=True)
-
-
-def flag(config: Mapping[str, Any], field: str, default: bool = False) -> bool:
-    """The value of a field that is true or false, or the default where it is missing or null. Raises ValueError for another one."""
-    value = config.get(field)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"config.json has {field}={value!r}; expected true or false")
-    return default if value is None else value
-
-
-def _checked(check: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    try:
-        return check(*arguments, **settings)
-    except TypeError as error:
-        raise ValueError(f"config.json has a wrong value: {error}") from error
-
-
-def section(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """The value of a field that holds more fields. Raises ValueError where it is missing or no object."""
-    value = require(config, field)
-    if not isinstance(value, Mapping):
-        raise ValueError(f"config.json has {field}={value!r}; expected an object")
-    return value
-
-
-def part(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """The same of a field that a config may lack, or have as null: then it holds none."""
-    return {} if config.get(field) is None else section(config, field)
-
-
-def expect(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError for another value than those that are implemented. A config that lacks the field means the first of them."""
-    value = config.get(field, allowed[0])
-    if value not in allowed:
-        raise ValueError(f"config.json has {field}={value!r}; implemented: {', '.join(map(repr, allowed))}")
-
-
-def float_name(*configs: Mapping[str, Any]) -> str:
-    """The dtype of a checkpoint's float weights, as the first config that has one names it, "bfloat16" if none does. Raises ValueError."""
-    given = next((value for config in configs for name in ("dtype", "torch_dtype") if (value := config.get(name))), FLOATS[0])
-    name = str(given).removeprefix("torch.")  # as PyTorch writes its own
-    if name not in FLOATS:
-        raise ValueError(f"config.json has dtype={given!r}; expected {', '.join(map(repr, FLOATS))}")
-    return name
-
-
-def indices(config: Mapping[str, Any], field: str) -> tuple[int, ...]:
-    """The value of a field that lists indices, of at least -1, which stands before the first; none where it is missing or null. Raises
-    ValueError for another one."""
-    given = config.get(field)
-    if given is not None and (isinstance(given, str) or not isinstance(given, Sequence)):
-        raise ValueError(f"config.json has {field}={given!r}; expected a list of whole numbers")
-    return tuple(_checked(integer, field, i, -1) for i in given or ())
-
-
 def _ids(value: Any) -> tuple[int, ...]:
     given = () if value is None else value if isinstance(value, list | tuple) else (value,)
-    return tuple(_checked(integer, "eos_token_id", i, -1) for i in given)
+    return tuple(checked(integer, "eos_token_id", i, -1) for i in given)
 
 
 def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Config:
@@ -328,7 +240,7 @@ def _text_config(text: Mapping[str, Any], outer: Mapping[str, Any]) -> Gemma4Con
         vocab_size_per_layer_input=whole_or(text, "vocab_size_per_layer_input", 0) if ple else 0,
         hidden_size_per_layer_input=ple,
         num_kv_shared_layers=shared,
-        initializer_range=0.02 if spread is None else _checked(number, "initializer_range", spread, 0),
+        initializer_range=0.02 if spread is None else checked(number, "initializer_range", spread, 0),
         eos_token_id=_ids(next((c["eos_token_id"] for c in (outer, text) if c.get("eos_token_id") is not None), None)),
         bos_token_id=text.get("bos_token_id"),
         pad_token_id=text.get("pad_token_id"),
@@ -389,12 +301,12 @@ def _rope(text: Mapping[str, Any], kind: str, head_dim: int) -> tuple[float, int
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     }
     rope = section(section(text, "rope_parameters") if text.get("rope_parameters") else default, kind)
-    fraction = _checked(number, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 0, 1)
+    fraction = checked(number, "partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 0, 1)
     rope_type = rope.get("rope_type", rope.get("type", "default"))  # "type" in older files
     known = rope_type == "proportional" or rope_type == "default" and fraction == 1.0
-    if not known or (1.0 if rope.get("factor") is None else _checked(number, "factor", rope["factor"], 0)) != 1.0:
+    if not known or (1.0 if rope.get("factor") is None else checked(number, "factor", rope["factor"], 0)) != 1.0:
         raise ValueError(
             f"rope_parameters of {kind} are {dict(rope)}; implemented: rope_type 'default' over whole heads or 'proportional', "
             "with factor 1"
         )
-    return _checked(number, "rope_theta", require(rope, "rope_theta"), 0, above=True), int(fraction * head_dim // 2)
+    return checked(number, "rope_theta", require(rope, "rope_theta"), 0, above=True), int(fraction * head_dim // 2)

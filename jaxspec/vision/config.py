@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.model.config import expect, flag, part, positive, section, whole, whole_or
+from jaxspec.model.config_fields import expect, flag, part, positive, section, whole, whole_or
 
 TOWER, UNIFIED = "gemma4", "gemma4_unified"  # the model types with images
 ROPE_TYPES = ("axial", "default")  # two names of the same rotation: transformers wrote the latter before it knew the former
