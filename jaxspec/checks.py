@@ -81,6 +81,11 @@ def type_name(value: Any) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
+def same_kind(error: Exception, text: str) -> TypeError | ValueError:
+    """A TypeError in place of one, else a ValueError, with another text. A kind of these may need more than a text."""
+    return TypeError(text) if isinstance(error, TypeError) else ValueError(text)
+
+
 def expanded(path: str | os.PathLike[str]) -> Path:
     """`path` with the home folder in place of a leading ~, which a shell leaves in `--out=~/drafter`; a ~ of no user stays."""
     return Path(os.path.expanduser(path))

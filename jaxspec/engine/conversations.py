@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxspec.checks import same_kind
 from jaxspec.engine.fetches import Fetches
 from jaxspec.engine.intake import Prompt
 from jaxspec.engine.pictures import ImageTower, taken_out
@@ -70,7 +71,7 @@ class Conversations:
                 except (TypeError, ValueError) as error:
                     if not several:
                         raise
-                    raise (TypeError if isinstance(error, TypeError) else ValueError)(f"conversation {i}: {error}") from error
+                    raise same_kind(error, f"conversation {i}: {error}") from error
                 prompts.append(prompt)
                 keep.append(repeated)
         return prompts, keep

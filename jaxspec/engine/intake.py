@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxspec.checks import type_name
+from jaxspec.checks import same_kind, type_name
 from jaxspec.engine.fetches import Fetches
 from jaxspec.engine.params import MAX_SEED, Defaults, SamplingParams
 from jaxspec.engine.pictures import Pictures, Placed
@@ -171,7 +171,7 @@ class Maker:
             with Fetches() as fetches:
                 return self.pictures.placed([int(i) for i in ids], fetches.begin_image(images))
         except (TypeError, ValueError) as error:
-            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"prompt {index}: {error}") from error
+            raise same_kind(error, f"prompt {index}: {error}") from error
 
     def _check_ids(self, index: int, params: SamplingParams) -> None:
         lists = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec import checkpoint, sharding
 from jaxspec.checkpoint.hub import HUB, Hub
-from jaxspec.checks import among, flag, integer, path, unknown
+from jaxspec.checks import among, flag, integer, path, same_kind, unknown
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.registry import SAME, kind_of
 
@@ -314,7 +314,7 @@ def in_their_names() -> Iterator[None]:
         told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], told)
         if told == str(error):
             raise
-        raise (TypeError if isinstance(error, TypeError) else ValueError)(told) from error  # a kind of these may need more than a text
+        raise same_kind(error, told) from error
 
 
 def _refuse(name: str, value: Any, allowed: tuple[Any, ...], reason: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.hub import Hub
-from jaxspec.checks import among, expanded, path, type_name, unknown
+from jaxspec.checks import among, expanded, path, same_kind, type_name, unknown
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.intake import prompts_of
 from jaxspec.loading import load
@@ -319,7 +319,7 @@ def _overrides(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     try:
         default_params(given)
     except (TypeError, ValueError) as error:
-        raise (TypeError if isinstance(error, TypeError) else ValueError)(f"override_generation_config: {error}") from error
+        raise same_kind(error, f"override_generation_config: {error}") from error
     return given
 
 
