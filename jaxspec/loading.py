@@ -32,7 +32,6 @@ from jaxspec.planning import KV_DTYPES, pair_of, plan, with_head_guides
 from jaxspec.progress import watched
 from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.targets import abstract_target, eos_token_ids, load_target, max_len_of, quantisation_of, weights_dtype
-from jaxspec.targets import read_target as read_target  # for those who write their own loop
 from jaxspec.text import load_tokenizer
 from jaxspec.vision import Images
 from jaxspec.vision.images import check_pillow

@@ -11,7 +11,7 @@ import numpy as np
 import step3p5_files
 import tiny
 
-from jaxspec import checkpoint, decode, loading, sharding
+from jaxspec import checkpoint, decode, sharding, targets
 from jaxspec.decode import accept
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters import dflash, draft_model, eagle3, registry
@@ -63,8 +63,8 @@ def weights(abstract, seed):
 @functools.cache
 def target(member: str) -> gemma4.Gemma4:
     if member == "pocket":
-        config = loading.read_target(tiny.POCKET)[0]
-        return loading.load_target(tiny.POCKET, gemma4.abstract(config, jnp.float32), progress=False)
+        config = targets.read_target(tiny.POCKET)[0]
+        return targets.load_target(tiny.POCKET, gemma4.abstract(config, jnp.float32), progress=False)
     if member == "step":
         return weights(step3p5.abstract(step3p5.Step3p5Config.from_hf(step3p5_files.tiny_config()), jnp.float32), 0)
     text = {**TEXT, **MEMBERS[member]}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import decode, loading
+from jaxspec import decode, targets
 from jaxspec.checkpoint.hub import resolve
 from jaxspec.drafters.registry import load_drafter
 from jaxspec.model import gemma4
@@ -22,8 +22,8 @@ admit = jax.jit(decode.admit)
 @functools.cache
 def target():
     folder = resolve("pocket")
-    config, _ = loading.read_target(folder)
-    return loading.load_target(folder, gemma4.abstract(config, jnp.float32), progress=False)
+    config, _ = targets.read_target(folder)
+    return targets.load_target(folder, gemma4.abstract(config, jnp.float32), progress=False)
 
 
 @functools.cache

@@ -171,7 +171,7 @@ def test_another_dtype(folders, tmp_path):
     target, _, converted = folders
     wide = jaxspec.convert(target, tmp_path / "wide", dtype="float32", progress=False)
     assert {leaf.dtype for leaf in fused.stored_shapes(wide).values()} == {np.dtype(np.float32)}
-    assert loading.read_target(wide)[0].dtype == "float32"
+    assert targets.read_target(wide)[0].dtype == "float32"
     assert_same(loading.load_target(wide, abstract(jnp.float32), progress=False), loading.load_target(target, abstract(jnp.float32)))
     exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), loading.load_target(target, abstract()))
     assert_same(loading.load_target(converted, abstract(jnp.float32), progress=False), exact)

@@ -22,7 +22,7 @@ from definitions import relative_error
 from flax import struct
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import decode, drafters, loading
+from jaxspec import decode, drafters, targets
 from jaxspec.decode import accept
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.assistant import Gemma4MTP
@@ -298,8 +298,8 @@ def models(member: str) -> tuple[Any, Any, Gemma4, Gemma4MTP]:
     with tempfile.TemporaryDirectory() as folder:
         for name, model in zip(("target", "assistant"), theirs, strict=True):
             model.save_pretrained(f"{folder}/{name}")
-        config, _ = loading.read_target(Path(folder) / "target")
-        target = loading.load_target(Path(folder) / "target", gemma4.abstract(config, jnp.float32), progress=False)
+        config, _ = targets.read_target(Path(folder) / "target")
+        target = targets.load_target(Path(folder) / "target", gemma4.abstract(config, jnp.float32), progress=False)
         drafter = drafters.load_drafter(Path(folder) / "assistant", config, jnp.float32, progress=False)
     assert isinstance(drafter, Gemma4MTP)
     return *theirs, target, drafter

@@ -15,7 +15,7 @@ import transformers
 from definitions import relative_error
 from real_configs import ASSISTANTS, TARGETS, saved_again
 
-from jaxspec import checkpoint, gemma4, loading
+from jaxspec import checkpoint, gemma4, targets
 from jaxspec.model.config import AssistantConfig, Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
@@ -94,9 +94,9 @@ def test_the_text_is_that_of_transformers(name, kind, size, head, tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert ("model.safetensors" in names) == (size == ONE) and len(names) > 4 * (size == SEVERAL)
     assert ("lm_head.weight" in checkpoint.read_headers(tmp_path)) == head
-    config, _ = loading.read_target(tmp_path)
+    config, _ = targets.read_target(tmp_path)
     assert config.layers == Gemma4Config.from_hf(narrow(name)).layers
-    target = loading.load_target(tmp_path, gemma4.abstract(config, jnp.float32), progress=False)
+    target = targets.load_target(tmp_path, gemma4.abstract(config, jnp.float32), progress=False)
 
     def score(ids: list[int]) -> np.ndarray:
         zero, padded = jnp.zeros(1, jnp.int32), ids + [0] * (LENGTH - 1 - len(ids))
