@@ -366,7 +366,8 @@ class LLM:
         """Completes one prompt and yields the text as it comes, for `for` or `async for`: the first token, then what each `steps` rounds
         add.
 
-        The tokens are those of `generate`. Closing the stream frees its slot. Raises what `generate` raises, at once.
+        prompt: as for `generate`. params: with n = 1; sampling_params is another name for it. The tokens are those of `generate`. Closing
+        the stream frees its slot. Raises what `generate` raises, at once, and ValueError for n above 1 or steps below 1.
         """
         return self._begin(prompt, either(params, sampling_params), steps)
 
@@ -392,7 +393,8 @@ class LLM:
     ) -> Any:
         """Answers a conversation: a Completion; or a list of conversations, or several samples of one: a list of Completions.
 
-        messages: dicts with "role" and "content", by the checkpoint's chat template. enable_thinking goes to the template.
+        messages: dicts with "role" and "content", by the checkpoint's chat template. params, sampling_params, use_tqdm: as for `generate`,
+        params one for all conversations or one for each. enable_thinking goes to the template.
         template: tools, the functions that the model may call, as the template wants them; chat_template, a template in place of the
         checkpoint's; chat_template_kwargs, a dict of more names that the template knows; add_generation_prompt, False to leave out the
         opening of the model's turn; with that, continue_final_message=True to go on with the last message.
@@ -419,7 +421,8 @@ class LLM:
         steps: int = STREAM_STEPS,
         **template: Unpack[TemplateOptions],
     ) -> Stream[Chunk]:
-        """Answers one conversation and yields the text as it comes, as `stream` does. Arguments and errors as for `chat`."""
+        """Answers one conversation and yields the text as it comes, as `stream` does. params, steps: as there. All else, and errors:
+        as for `chat`."""
         prompt, keep = self._conversations.turn(messages, enable_thinking, template)
         return self._begin(prompt, either(params, sampling_params), steps, keep=keep)
 

@@ -2,7 +2,7 @@
 
 A module is a `flax.struct.dataclass`: its fields are weights, named so that the path is the Hugging Face key, and static settings.
 Weights keep Hugging Face's [out, in] order. Matrices that are always used together are fused at load along new axes:
-query, key and value heads by KV head, gate and up projections as a pair; see `checkpoint.py` for the mapping.
+query, key and value heads by KV head, gate and up projections as a pair; see `checkpoint.layout` for the mapping.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Weight = Any
 class Linear:
     """y = x W^T. weight: [*out, in]; the output axes may be several, for fused matrices. sum_over, gather_over: the mesh axis over
     which the inputs or the last output axis lie, where the product is wanted whole. mail: what kernels that sum over devices need, or
-    None; see `parallel`."""
+    None; see `collectives`."""
 
     weight: Weight
     sum_over: str | None = struct.field(pytree_node=False, default=None)

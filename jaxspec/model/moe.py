@@ -47,7 +47,7 @@ class Router:
 
 @struct.dataclass
 class Experts:
-    """gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]. axis: the mesh axis over which the experts lie, or None. mail: see `parallel`."""
+    """gate_up_proj: [E, 2, I, H]; down_proj: [E, H, I]. axis: the mesh axis over which the experts lie, or None. mail: as for `Linear`."""
 
     gate_up_proj: Weight
     down_proj: Weight
