@@ -147,7 +147,8 @@ def load(
     max_len takes. By default as many as all slots can fill, or as fit. With fewer than all can fill, the youngest sequence is preempted
     when they run out, and computed again later.
 
-    memory_fraction: the share of a device's memory that weights and cache may take. seed: from which seeds are drawn for requests that
+    memory_fraction: the share that weights and cache may take of the memory that JAX takes of a device: 75 % of a GPU's, unless
+    XLA_CLIENT_MEM_FRACTION says otherwise when JAX starts. seed: from which seeds are drawn for requests that
     name none. progress: whether to show progress bars; None: if stderr is a terminal, or in a notebook.
 
     adapter: a LoRA adapter of PEFT for the target, a folder or a hub id. It is merged into the float weights as they are read, in float32,

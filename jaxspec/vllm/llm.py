@@ -55,8 +55,8 @@ class LLM:
     """A model that is loaded as vLLM's LLM would be, by `jaxspec.load`. `jaxspec` is the LLM that this returned: it streams, and has all
     statistics.
 
-    model: a hub id, a folder, or "pocket". tokenizer: None or the model. dtype, seed, max_num_seqs (slots), gpu_memory_utilization:
-    as `load` has them. max_model_len: by default, None or -1, the model's maximum, but at most 4096. tensor_parallel_size,
+    model: a hub id, a folder, or "pocket". tokenizer: None or the model. dtype, seed, max_num_seqs (slots), gpu_memory_utilization
+    (memory_fraction, of what JAX takes): as `load` has them. max_model_len: by default, None or -1, the model's maximum, but at most 4096. tensor_parallel_size,
     data_parallel_size: the mesh of devices. kv_cache_dtype: "auto", "bfloat16", "float32", "fp8" or "fp8_e4m3". quantization: the
     checkpoint's own format; or "fp8" or "int8_per_channel_weight_only" of float weights, where activations stay float: those who want
     them in fp8 too take `jaxspec.load` with `quantize_activations`. revision, download_dir, hf_token: `revision`, `cache_dir` and `token`
