@@ -69,10 +69,10 @@ class Target:
 @struct.dataclass
 class Drafts:
     """Guessed tokens. tokens: [B, K] int32; ids that the vocabulary does not have are rejected. logits: [B, K, C] float32, what each was
-    chosen from, before temperature, as `sampling.draw` returns them; None if a guess was made in another way (a lookup): the rules "standard"
-    and "block" take them for what they say. ids: [B, K, C] int32, the candidates' token ids; None if candidate i is token i. confidence: [B, K]
-    float32, the probability that each is accepted if those before it are, by which rounds choose what to verify; None where the drafter has
-    no opinion.
+    chosen from, before temperature, as `sampling.draw` returns them; None if a guess was made in another way (a lookup): the rules
+    "standard" and "block" take them for what they say. ids: [B, K, C] int32, the candidates' token ids; None if candidate i is token i.
+    confidence: [B, K] float32, the probability that each is accepted if those before it are, by which rounds choose what to verify; None
+    where the drafter has no opinion.
 
     A round that does not use the logits or the confidence costs nothing for them: they are never computed.
     """

@@ -13,6 +13,7 @@ from jaxspec import checkpoint
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.checks import among, expanded, path, same_kind, type_name, unknown
 from jaxspec.engine.completion import Completion
+from jaxspec.engine.conversations import are_several
 from jaxspec.engine.intake import prompts_of
 from jaxspec.loading import load
 from jaxspec.structured import StructuredOutputsParams
@@ -56,11 +57,11 @@ class LLM:
     statistics.
 
     model: a hub id, a folder, or "pocket". tokenizer: None or the model. dtype, seed, max_num_seqs (slots), gpu_memory_utilization
-    (memory_fraction, of what JAX takes): as `load` has them. max_model_len: by default, None or -1, the model's maximum, but at most 4096. tensor_parallel_size,
-    data_parallel_size: the mesh of devices. kv_cache_dtype: "auto", "bfloat16", "float32", "fp8" or "fp8_e4m3". quantization: the
-    checkpoint's own format; or "fp8" or "int8_per_channel_weight_only" of float weights, where activations stay float: those who want
-    them in fp8 too take `jaxspec.load` with `quantize_activations`. revision, download_dir, hf_token: `revision`, `cache_dir` and `token`
-    of `load`. tokenizer_revision: None or the revision.
+    (memory_fraction, of what JAX takes): as `load` has them. max_model_len: by default, None or -1, the model's maximum, but at most 4096.
+    tensor_parallel_size, data_parallel_size: the mesh of devices. kv_cache_dtype: "auto", "bfloat16", "float32", "fp8" or "fp8_e4m3".
+    quantization: the checkpoint's own format; or "fp8" or "int8_per_channel_weight_only" of float weights, where activations stay float:
+    those who want them in fp8 too take `jaxspec.load` with `quantize_activations`. revision, download_dir, hf_token: `revision`,
+    `cache_dir` and `token` of `load`. tokenizer_revision: None or the revision.
 
     speculative_config: a dict with "model", a drafter's checkpoint, or "method" "ngram" (with "prompt_lookup_max", "prompt_lookup_min"),
     and "num_speculative_tokens". "method" may say what the checkpoint is: "mtp", "eagle3", "dflash", "dspark" or "draft_model".
@@ -196,7 +197,7 @@ class LLM:
         if chat_template_content_format not in CONTENT_FORMATS:
             available = ", ".join(map(repr, CONTENT_FORMATS))
             raise ValueError(f"chat_template_content_format is {chat_template_content_format!r}; available: {available}")
-        several = isinstance(messages, list | tuple) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+        several = are_several(messages)
         conversations = [_in_format(each, chat_template_content_format) for each in (messages if several else [messages])]
         params = self._params(sampling_params)
         thinks = isinstance(chat_template_kwargs, Mapping) and chat_template_kwargs.get("enable_thinking")
