@@ -102,8 +102,5 @@ def _failure(request: Request) -> str:
         return request.refusal
     where = f"step {request.rounds}" if request.output else "the pass over the prompt"
     what = f"the target's logits at position {request.length}, of new token {len(request.output) + 1}, are not finite"
-    return (
-        f"{what}; it failed in {where}"
-        if not (request.edited or request.structure)
-        else f"{what}, or the request allows none; it failed in {where}"
-    )
+    what += ", or the request allows none" if request.edited or request.structure else ""
+    return f"{what}; it failed in {where}"

@@ -95,7 +95,7 @@ class Programs:
             dataclasses.replace(settings, seed=0, progress=False),
             slots,
             placement.axes,
-            *_form((self._weights, self.state)),
+            *_signature((self._weights, self.state)),
             self._models,
         )
         self._kept = kept_programs(target, drafter, self.devices, told)
@@ -269,7 +269,7 @@ class Programs:
         """Where the program is kept, or will be; None if it never is."""
         name = repr(program)
         if program.structured or program.of_automata:
-            name = f"{name} {_form(self.automata)}"
+            name = f"{name} {_signature(self.automata)}"
         return None if self._kept is None or by_address(name) else self._kept.path(name)
 
     def _lowered(self, program: Program) -> Callable[[], Any]:
@@ -290,7 +290,7 @@ class Programs:
         return jax.jit(flat(whole, self._models, self._form), donate_argnums=2).lower(self._weights, automata, self._leaves, *args)
 
 
-def _form(tree: Any) -> tuple[Any, ...]:
+def _signature(tree: Any) -> tuple[Any, ...]:
     """All of a tree of arrays but their numbers."""
     leaves, form = jax.tree.flatten(tree)
     return form, [(x.shape, x.dtype, x.weak_type, getattr(x.sharding, "spec", None)) for x in leaves]
