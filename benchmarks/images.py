@@ -29,7 +29,6 @@ from jaxspec.planning import with_head_guides
 from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
-from jaxspec.vision import Images
 from pallas_kernels.lm_head import guide_pays
 
 
@@ -53,17 +52,17 @@ def main() -> None:
     placement = with_head_guides(placement, *trees, None, memory_limit(jax.devices()[0]), pays=guide_pays())
     target, drafter = (placement.spread(tree) for tree in random_weights(tuple(placement.place(tree) for tree in trees), 0))
     images = released.images_of(args.config, dtype, args.soft_tokens)
-    images = Images(images.config, images.preprocessing, random_weights(images.tower, 1))
+    images = images.with_tower(random_weights(images.tower, 1))
     settings = Settings(
         num_draft_tokens=args.k,
         max_slots=args.slots,
         max_len=args.text + args.soft_tokens + args.tokens + 64,
         accept=synthetic(RATES[: args.k]),
-        image_rows=args.soft_tokens,
+        insert_rows=args.soft_tokens,
         prefix_bytes=0,
         progress=False,
     )
-    llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement, images=images)
+    llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement, towers={"image": images})
     llm.warmup(SamplingParams(temperature=0))
     rng = np.random.default_rng(0)
 
@@ -76,7 +75,7 @@ def main() -> None:
         ids = rng.integers(5, 4000, args.text).tolist()
         if not with_image:
             return {"prompt_token_ids": ids + rng.integers(5, 4000, count + 2).tolist()}
-        return {"prompt_token_ids": [*ids, images.image_token_id], "multi_modal_data": {"image": picture()}}
+        return {"prompt_token_ids": [*ids, images.token_id], "multi_modal_data": {"image": picture()}}
 
     def generated(with_image: bool, prompts: int, tokens: int) -> Callable[[], None]:
         def run() -> None:

@@ -2,8 +2,8 @@
 
 A converted folder holds config.json, generation_config.json and the tokenizer's files of the checkpoint; jaxspec.json with the format's
 version, the sizes of the weights' files and how matrices are quantised; and `weights`, an Orbax checkpoint (OCDBT) of a flat dict from
-our paths to arrays. A drafter that was converted with its target is such a folder too: `drafter` in the target's. The target's image tower
-lies beside them as a release has it, in `images`. A chunk on disk does
+our paths to arrays. A drafter that was converted with its target is such a folder too: `drafter` in the target's. The target's image and
+audio towers lie beside them as a release has them, in `images` and `audio`. A chunk on disk does
 not cross the borders at which meshes cut, so each process reads only what its devices hold.
 """
 
@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import checkpoint, checks, drafters, targets
+from jaxspec.audio import Sounds
 from jaxspec.checkpoint import fused
-from jaxspec.checkpoint.files import CONVERTED, DRAFTER, IMAGES, INDEX_FILE, PREPROCESSOR, PROCESSOR, lock
+from jaxspec.checkpoint.files import CONVERTED, DRAFTER, INDEX_FILE, PREPROCESSOR, PROCESSOR, lock
 from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
@@ -38,7 +39,6 @@ from jaxspec.sharding.placement import placement_of
 from jaxspec.text import check_files
 from jaxspec.trees import leaves_by_path
 from jaxspec.vision import Images
-from jaxspec.vision.images import home
 from jaxspec.vision.preprocessing import SOFT_TOKENS
 from pallas_kernels.packed import Packed
 
@@ -66,13 +66,13 @@ def convert(
     """Writes a target, and a drafter for it, as a converted checkpoint, and returns its folder.
 
     source: the target, under any name that `load` takes. destination: a folder that is empty or does not exist. drafter: a checkpoint under
-    any name that `load` takes, "same" too; it goes to the folder `drafter` in the destination. The target's image tower goes to the folder
-    `images`, in float; a warning says why one is left out that cannot be read. dtype: of the float weights, "float32" or "bfloat16"; "auto"
-    is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the target's float weights as `load`
-    does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the token embedding, as `load` does.
-    quantize_drafter: quantises the drafter, as `load` does. mesh: the devices that hold the weights during the conversion; None is the
-    default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's weights, as `load` does, which are
-    then written without it. revision, token, cache_dir, local_files_only: as for `load`.
+    any name that `load` takes, "same" too; it goes to the folder `drafter` in the destination. The target's image and audio towers go to
+    the folders `images` and `audio`, in float; a warning says why one is left out that cannot be read. dtype: of the float weights,
+    "float32" or "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the
+    target's float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the
+    token embedding, as `load` does. quantize_drafter: quantises the drafter, as `load` does. mesh: the devices that hold the weights during
+    the conversion; None is the default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's weights,
+    as `load` does, which are then written without it. revision, token, cache_dir, local_files_only: as for `load`.
 
     Raises FileExistsError if the destination has any content, NotADirectoryError if it is to lie in a file, ValueError or
     FileNotFoundError for a source that `load` would refuse, ValueError if several processes convert together, while another conversion
@@ -97,8 +97,10 @@ def convert(
         raise ValueError(f"the drafter {drafter!r} is not a checkpoint: it has no weights to convert, and fits every target")
     folder = checkpoint.resolve(source, hub)  # only now, since a target's weights are a long download
     check_files(folder)
-    if adapter is not None and not pair.changes and not Images.is_in(folder):
-        raise ValueError(f"the adapter {os.fspath(adapter)!r} changes none of the target's text weights, and {folder} has no image tower")
+    towers = [family for family in (Images, Sounds) if family.is_in(folder)]
+    if adapter is not None and not pair.changes and not towers:
+        reads = "no image tower and no audio tower"
+        raise ValueError(f"the adapter {os.fspath(adapter)!r} changes none of the target's text weights, and {folder} has {reads}")
     quantisation = targets.quantisation_of(folder, config, weights_dtype, **asked)  # again: the weights' headers may say more
     tree = targets.abstract_target(config, weights_dtype, quantisation)
 
@@ -107,7 +109,8 @@ def convert(
         more = {} if quantize is None else {"quantization_config": config_of(quantize)}
         _write(unfinished, folder, weights, weights_dtype, more, _about(quantisation, tree, family_of(config).prefixes[0]))
         del weights
-        _write_images(unfinished / IMAGES, folder, weights_dtype, adapter, hub)
+        for family in towers:
+            _write_tower(family, unfinished / family.folder, folder, weights_dtype, adapter, hub)
         if draft_folder is not None:
             guesser = drafters.load_drafter(draft_folder, config, weights_dtype, quantize=quantize_drafter, place=place, progress=progress)
             planned, quantisation = drafters.planned(draft_folder, config, weights_dtype, quantize_drafter)
@@ -116,19 +119,20 @@ def convert(
     return final
 
 
-def _write_images(destination: Path, folder: Path, dtype: np.dtype, adapter: str | os.PathLike[str] | None, hub: Hub) -> None:
-    """Writes the image tower of the target in `folder`, if it has one, with what says how images are prepared. Warns of one that cannot be
-    read, and leaves it out."""
-    if not Images.is_in(folder):
-        return
+def _write_tower(
+    family: type[Images] | type[Sounds], destination: Path, folder: Path, dtype: np.dtype, adapter: str | os.PathLike[str] | None, hub: Hub
+) -> None:
+    """Writes a tower of the target in `folder`, with what says how images or sounds are prepared. Warns of one that cannot be read, and
+    leaves it out."""
     try:
-        images = Images.read(folder, dtype, SOFT_TOKENS[0])  # any number: weights are those of all
-        images = images.with_weights(folder, {} if adapter is None else images.changes(read_adapter(adapter, hub)))
+        # Of images with any number of tokens: weights are those of all.
+        read = family.read(folder, dtype, SOFT_TOKENS[0]) if family is Images else family.read(folder, dtype)
+        read = read.with_weights(folder, {} if adapter is None else read.changes(read_adapter(adapter, hub)))
     except ValueError as error:
-        warnings.warn(f"the converted checkpoint has no image tower: {error}", UserWarning, stacklevel=4)
+        warnings.warn(f"the converted checkpoint has no {family.noun}: {error}", UserWarning, stacklevel=4)
         return
-    source = home(folder)
-    checkpoint.save_weights(destination, images.tower, checkpoint.read_config(source), prefix="model.")
+    source = family.home(folder)
+    checkpoint.save_weights(destination, read.tower, checkpoint.read_config(source), prefix="model.")
     for name in (PROCESSOR, PREPROCESSOR):
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)

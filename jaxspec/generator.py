@@ -45,7 +45,7 @@ class Generator:
 
     prompt_column: the column of prompts, texts or lists of token ids. messages_column: the column of conversations, in its place.
     id_column: the column of ids, texts or integers; without one, a row's prompt stands for its id, and equal prompts get equal texts; then
-    images are given by path or URL.
+    images and sounds are given by path or URL.
     enable_thinking: for the chat template of messages. output_prefix: what the names of new columns begin with.
 
     Several threads may call it. Their rows share the device, so that two calls at a time keep it full while one of them ends. A pickled
@@ -173,7 +173,7 @@ class Generator:
             raise ValueError(f"columns differ in length: {lengths}")
         made = _Batch(batch, len(values[0]))
         rows = []
-        with Fetches(self.llm.settings.image_rows > 0) as fetches:
+        with Fetches(self.llm.media) as fetches:
             for at, (asked, *name) in enumerate(fetches.ahead((_plain(asked), *name) for asked, *name in zip(*values, strict=True))):
                 try:
                     rows.append(_Row(made, at, *self._request(asked, *map(_id, name))))
@@ -200,7 +200,7 @@ class Generator:
             seed = line.seed if name else derived_seed(self._seed, asked)
         except TypeError as error:
             what = f"the row's {self._key} cannot stand for its id: {error}"
-            raise TypeError(f"{what}; name an id_column, or give images by path or URL") from error
+            raise TypeError(f"{what}; name an id_column, or give images and sounds by path or URL") from error
         return self._reader.prompt(line), dataclasses.replace(line.params, seed=seed)
 
     def _serve(self) -> None:
@@ -379,10 +379,11 @@ def _id(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A cell as JSON would have it, without the arrays and missing values that tables make of it, but with its images."""
+    """A cell as JSON would have it, without the arrays and missing values that tables make of it, but with its images and
+    sounds."""
     if type(value).__name__ in MISSING:
         return None
-    if isinstance(value, np.ndarray) and value.ndim == 3:  # an image
+    if isinstance(value, np.ndarray) and (value.ndim == 3 or value.ndim == 1 and np.issubdtype(value.dtype, np.floating)):
         return value
     if isinstance(value, np.ndarray | list | tuple):
         return [_plain(item) for item in value]

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 
 from jaxspec import checkpoint, drafters, sharding
+from jaxspec.audio import Sounds
+from jaxspec.audio.sounds import check_libraries
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.checkpoint.peft import read_adapter
 from jaxspec.checks import expanded, integer, path
@@ -38,6 +40,9 @@ from jaxspec.vision.images import check_pillow
 from pallas_kernels import dialect, lm_head
 
 MAX_SLOTS = 8  # where a device does not say how much memory it has
+
+
+WITH_TOWERS = {"images=True": Images, "audio=True": Sounds}  # how `load` is asked to read them
 
 
 @answers_foreign_names
@@ -73,6 +78,7 @@ def load(
     local_files_only: bool = False,
     learn: float | Learn | None = None,
     images: bool | int = False,
+    audio: bool = False,
     progress: bool | None = None,
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
@@ -166,9 +172,12 @@ def load(
     checkpoint says, 280 as a rule). Then the checkpoint's image tower is read beside the text model, in the same dtype, and prompts of
     `generate` and `chat` may hold images. It needs Pillow.
 
+    audio: whether prompts may have sounds, for which the checkpoint's audio tower is read in the same way. It needs soundfile and soxr.
+
     Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for a
     checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, activations that are to be and
-    whose weights are not in fp8, a drafter or an adapter that does not fit, a setting out of range; ImportError for images without Pillow.
+    whose weights are not in fp8, a drafter or an adapter that does not fit, a setting out of range; ImportError for images without
+    Pillow, and for sounds without soundfile and soxr.
     An argument that vLLM or transformers has is answered with its name here.
     """
     path("target", target, "a hub id, a folder or a bundled name")
@@ -182,6 +191,8 @@ def load(
     grown = None if tree is None else tree_of(tree)
     if not isinstance(images, bool):
         integer("images", images, 1)
+    if not isinstance(audio, bool):
+        raise TypeError(f"audio is {audio!r}, expected True or False")
 
     hub = Hub(revision, token, cache_dir, local_files_only)
     asked = {"quantize": quantize, "quantize_embedding": quantize_embedding, "quantize_activations": quantize_activations}
@@ -210,23 +221,21 @@ def load(
     shards = placement.shards
     wanted = None if max_slots is None else -(-max_slots // shards)
     longest = count if grown is None else max(count, grown.depth)
-    tower, adapted = None, {}
-    if images:
-        assert pair.folder is not None
-        check_pillow()
-        tower = Images.read(pair.folder, pair.dtype, None if images is True else images)
-        adapted = {} if adapter is None else tower.changes(read_adapter(adapter, hub))
-    if adapter is not None and not (pair.changes or adapted):
-        otherwise = "" if images else "; if it changes the image tower, load with images=True"
+    assert pair.folder is not None
+    towers = _towers(pair.folder, pair.dtype, images, audio)
+    changes = {kind: {} if adapter is None else tower.changes(read_adapter(adapter, hub)) for kind, tower in towers.items()}
+    if adapter is not None and not (pair.changes or any(changes.values())):
+        left = [f"{own.noun}, load with {name}" for name, own in WITH_TOWERS.items() if own not in map(type, towers.values())]
+        otherwise = f"; if it changes the {', and if it changes the '.join(left)}" if left else ""
         raise ValueError(f"the adapter {os.fspath(adapter)!r} changes none of the target's text weights{otherwise}")
-    image_rows = 0 if tower is None else tower.max_soft_tokens
+    insert_rows = max((tower.insert_rows for tower in towers.values()), default=0)
     sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
-    sizes["image_rows"] = image_rows
+    sizes["insert_rows"] = insert_rows
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = in_kernels(attention)
         room, used = _room(memory_fraction)
-        if tower is not None and room is not None:
-            room -= tower.bytes_needed(dialect.obstacle() is None)
+        if room is not None:
+            room -= sum(tower.bytes_needed(dialect.obstacle() is None) for tower in towers.values())
         pays = attention != "xla" and lm_head.guide_pays()
         placement = with_head_guides(placement, pair.target, pair.drafter, head_guide, room, pays=pays)
         sizes |= {"kernels": kernels, "default_slots": MAX_SLOTS, "learn": learning, "used": used}
@@ -243,7 +252,7 @@ def load(
         prefix_bytes=chosen.prefix_bytes,
         adaptive=num_draft_tokens is None if adaptive_verification is None else adaptive_verification,
         tree=grown,
-        image_rows=image_rows,
+        insert_rows=insert_rows,
         seed=seed,
         progress=progress,
     )
@@ -269,7 +278,7 @@ def load(
         placement=placement,
         name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
         origin=Origin(loaded, pair.drafter_folder, config),
-        images=None if tower is None else tower.with_weights(folder, adapted),
+        towers={kind: tower.with_weights(folder, changes[kind]) for kind, tower in towers.items()},
     )
     if learning is not None:
         try:
@@ -300,6 +309,18 @@ def _placement(mesh: jax.sharding.Mesh | None, tensor: int | None) -> Placement:
     placement = placement_of(mesh)
     placement.check()
     return placement
+
+
+def _towers(folder: Path, dtype: Any, images: bool | int, audio: bool) -> dict[str, Images | Sounds]:
+    """What is to make rows of images and sounds, by kind; of the towers there are shapes alone."""
+    found = dict[str, Images | Sounds]()
+    if images:
+        check_pillow()
+        found["image"] = Images.read(folder, dtype, None if images is True else images)
+    if audio:
+        check_libraries()
+        found["audio"] = Sounds.read(folder, dtype)
+    return found
 
 
 def _room(fraction: float) -> tuple[int | None, int]:

@@ -193,14 +193,14 @@ def plan(
     default_slots: int,
     show: Callable[[int], str] = size,
     learn: Learn | None = None,
-    image_rows: int = 0,
+    insert_rows: int = 0,
     used: int = 0,
 ) -> tuple[Sizes, MemoryPlan]:
     """What each device holds, and what a data shard makes of its memory. room: bytes of a device that may be taken, None where it does
-    not say. slots, pages, default_slots: as for `memory.fit`. show: how bytes are told. learn, image_rows: as for `memory.sizes_of`.
+    not say. slots, pages, default_slots: as for `memory.fit`. show: how bytes are told. learn, insert_rows: as for `memory.sizes_of`.
     used: bytes beside the room that this process has taken. Raises ValueError if it does not fit, with what would help."""
     sizes: dict[str, Any] = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": KV_DTYPES[kv_dtype], "kernels": kernels}
-    sizes |= {"learn": learn, "image_rows": image_rows}
+    sizes |= {"learn": learn, "insert_rows": insert_rows}
     found = sizes_of(pair.target, pair.drafter, placement=placement, **sizes)
     try:
         return found, fit(found, room, slots, pages, default_slots=default_slots, show=show)

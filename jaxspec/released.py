@@ -1,7 +1,7 @@
 """Shapes of the released models and of drafters for them, config.json without a checkpoint.
 
-The text parts and, apart from them, those that read images. The targets' values are those of the released configs; the drafters' come from
-their kinds.
+The text parts and, apart from them, those that read images and hear sounds. The targets' values are those of the released configs; the
+drafters' come from their kinds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec import checkpoint, drafters
+from jaxspec.audio import Frames, Mel, Sounds, audio_config
 from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.drafters import quantising
@@ -227,6 +228,8 @@ IMAGES: dict[str, dict[str, Any]] = {
     "26b": _LARGE_TOWER,
     "31b": _LARGE_TOWER,
 }
+# And of its audio tower.
+AUDIO: dict[str, dict[str, Any]] = {"e2b": {}, "e4b": {}, "12b": {}}
 
 
 # Targets that are suggested for a device, the smallest first, and how their weights may be quantised.
@@ -247,6 +250,15 @@ def images_of(name: str, dtype: Any, max_soft_tokens: int = Preprocessing.max_so
     config = vision_config({**TARGETS[name], "vision_config": IMAGES[name]})
     assert config is not None
     return Images.of(config, Preprocessing(config.patch, config.pool, max_soft_tokens), dtype)
+
+
+def sounds_of(name: str, dtype: Any) -> Sounds:
+    """The same of sounds."""
+    if name not in AUDIO:
+        raise ValueError(f"{name!r} has no audio tower; expected one of {', '.join(AUDIO)}")
+    config = audio_config({**TARGETS[name], "audio_config": AUDIO[name]})
+    assert config is not None
+    return Sounds.of(config, Frames() if name == "12b" else Mel(), dtype)
 
 
 def target_config(name: str) -> TargetConfig:

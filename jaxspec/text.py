@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,6 +14,11 @@ from jaxspec.checks import characters, unknown
 # How many old tokens we decode again with new ones. A decoder may treat the first token of its input differently (strip its leading
 # space, say), and a character has at most 4 bytes. Over 8 tokens neither reaches the new ones.
 CONTEXT_TOKENS = 8
+# What content may have beside text: what it is called, and what to do where it is not read.
+MEDIA = {
+    "image": ("images", "; to read images, load with images=True"),
+    "audio": ("sounds", "; to hear sounds, load with audio=True"),
+}
 TOOL_KEYS = ("tool_calls", "tool_responses")  # a message may have one of these instead of content
 # Arguments of transformers' apply_chat_template for the template itself.
 TEMPLATE_NAMES = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
@@ -119,14 +124,14 @@ class Tokenizer:
         return token_id not in self._special_ids and self._hf.backend_tokenizer.id_to_token(token_id) is not None
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, images: bool = False, **kwargs
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, media: Collection[str] = (), **kwargs
     ) -> list[int]:
         """The token ids of a conversation, by the checkpoint's chat template.
 
-        messages: mappings with "role" and "content", oldest first. add_generation_prompt: end with the opening of the model's turn. images:
-        whether content may have parts {"type": "image"}, for each of which the template writes a token. kwargs go to the template
-        (tools=..., enable_thinking=...). Raises ValueError if there is no template or no message, if a message has no role, or neither text
-        nor tool calls nor their responses, and if the template refuses the conversation.
+        messages: mappings with "role" and "content", oldest first. add_generation_prompt: end with the opening of the model's turn. media:
+        "image" and "audio" if content may have parts {"type": "image"} and {"type": "audio"}, for each of which the template writes a
+        token. kwargs go to the template (tools=..., enable_thinking=...). Raises ValueError if there is no template or no message, if a
+        message has no role, or neither text nor tool calls nor their responses, and if the template refuses the conversation.
         """
         if self._hf.chat_template is None and kwargs.get("chat_template") is None:
             raise ValueError(
@@ -139,7 +144,7 @@ class Tokenizer:
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"message {i} is {message!r}, expected a dict with 'role' and 'content'")
-            _check_content(i, message, images)
+            _check_content(i, message, media)
         conversation = [_with_arguments(message) for message in messages]
         options = {"add_generation_prompt": add_generation_prompt, **kwargs}
         if not self._reads_parts(conversation, options):
@@ -162,9 +167,9 @@ class Tokenizer:
         return not any(str(parts) in text for parts in lists)
 
     def conversation(
-        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, enable_thinking: bool, images: bool = False
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, enable_thinking: bool, media: Collection[str] = ()
     ) -> list[int]:
-        """`apply_chat_template` with options by their names. images: as there. Raises TypeError for an option that there is not, ValueError
+        """`apply_chat_template` with options by their names. media: as there. Raises TypeError for an option that there is not, ValueError
         for chat_template_kwargs that change more than what the template writes."""
         for name in options:
             if name not in TemplateOptions.__annotations__:
@@ -173,7 +178,7 @@ class Tokenizer:
         more = known.pop("chat_template_kwargs", None)
         if more is not None:
             self._check_names(more)
-        return self.apply_chat_template(messages, images=images, **{"enable_thinking": enable_thinking, **(more or {}), **known})
+        return self.apply_chat_template(messages, media=media, **{"enable_thinking": enable_thinking, **(more or {}), **known})
 
     def _check_names(self, more: Any) -> None:
         """Raises TypeError or ValueError for what does not go to the chat template alone."""
@@ -363,8 +368,8 @@ def _byte_ids(backend) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
-def _check_content(i: int, message: Mapping[str, Any], images: bool) -> None:
-    """Raises ValueError for message i if it has content that a template cannot read. images: whether it may have images."""
+def _check_content(i: int, message: Mapping[str, Any], media: Collection[str]) -> None:
+    """Raises ValueError for message i if it has content that a template cannot read. media: what it may have beside text."""
     content = message.get("content")
     if content is None and not any(message.get(key) for key in TOOL_KEYS):
         raise ValueError(f"message {i} has no content; found {', '.join(message)}, expected 'role' and 'content'")
@@ -372,11 +377,11 @@ def _check_content(i: int, message: Mapping[str, Any], images: bool) -> None:
         raise ValueError(f"the content of message {i} is {content!r}, expected a str or a list of parts")
     for part in ({"type": "text", "text": content},) if isinstance(content, str) else content or ():
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if images and kind == "image":
+        if kind in media:
             continue
         if kind != "text":
-            read = "texts and images" if images else "only text"
-            more = "; to read images, load with images=True" if not images and str(kind).startswith("image") else ""
+            read = " and ".join(["texts", *(MEDIA[known][0] for known in media)]) if media else "only text"
+            more = next((hint for name, (_, hint) in MEDIA.items() if name not in media and name in str(kind)), "")
             raise ValueError(f"message {i} holds content of type {kind!r}; {read} can be read{more}")
         if isinstance(part.get("text"), str):
             characters("the text", part["text"])

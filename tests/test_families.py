@@ -15,6 +15,7 @@ ALLOWED = {
     "model": "the families",
     "released.py": "shapes of released models",
     "vision": "image towers, which one family has",
+    "audio": "audio towers, which one family has",
     "train/pocket": "how the bundled model, which is of one family, was made",
     "drafters/assistant.py": "a kind of drafter that reads that family's cache",
     "drafters/eagle3.py": "checkpoints of one architecture have that family's layers",

@@ -283,7 +283,7 @@ class BatchJob:
     def _requests(self, bar: Any) -> Iterator[_Asked]:
         """Yields what remains to be done, and reads the input only as far as that is asked for: with images some lines further, where what
         URLs name is fetched."""
-        with Fetches(self._llm.settings.image_rows > 0) as fetches:
+        with Fetches(self._llm.media) as fetches:
             for asked, line, samples in fetches.ahead(self._left(bar), 0 if self._input.live else AHEAD):
                 try:
                     line.prompt = self._reader.prompt(line, asked)
@@ -358,7 +358,9 @@ class BatchJob:
             self._errors = io.FileIO(sys.stderr.fileno(), "w", closefd=False) if path is None else open(path, "wb", buffering=0)
             self._open.callback(self._errors.close)
         name = name if isinstance(name, str | int) else None
-        told = reason(error).replace("images=True", "images=True, or with --images")  # the same on the command line
+        told = reason(error)
+        for ours, option in (("images=True", "--images"), ("audio=True", "--audio")):  # the same on the command line
+            told = told.replace(ours, f"{ours}, or with {option}")
         plain = {"line": number, "id": name, "error": told}
         write_line(self._errors, openai.refusal(number, name, told) if openai_form else plain)
 

@@ -34,6 +34,7 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> None:
     info.add_argument("--learn", action="store_true", default=None, help="for --plan: with a drafter that learns while it works")
     text = "for --plan: with prompts that have images, of at most N tokens each"
     info.add_argument("--images", type=int, nargs="?", const=True, metavar="N", help=text)
+    info.add_argument("--audio", action="store_true", default=None, help="for --plan: with prompts that have sounds")
     info.set_defaults(command=_run)
 
 
@@ -53,7 +54,7 @@ def _lines(args: argparse.Namespace, jax_fraction: float) -> list[str]:
     named = None if args.target is None else card_named(args.target)
     card, shares = _card(args, named, jax_fraction)
     if args.target is None or named is not None:
-        about = ("drafter", "adapter", *QUANTISED, "mesh", "kv_dtype", "max_len", "max_slots", "k", "learn", "images")
+        about = ("drafter", "adapter", *QUANTISED, "mesh", "kv_dtype", "max_len", "max_slots", "k", "learn", "images", "audio")
         given = [name for name in about if getattr(args, name) is not None]
         if given:
             raise ValueError(f"--{given[0].replace('_', '-')} is about a model, and none is named")
@@ -69,8 +70,9 @@ def _lines(args: argparse.Namespace, jax_fraction: float) -> list[str]:
     settings = {"num_draft_tokens": args.k, "max_len": args.max_len, "max_slots": args.max_slots, "kv_dtype": args.kv_dtype}
     if args.learn:
         settings["learn"] = Learn()
-    if args.images is not None:
-        settings["images"] = describe.images_of(args.target, pair, None if args.images is True else args.images)
+    towers = [] if args.images is None else [describe.images_of(args.target, pair, None if args.images is True else args.images)]
+    towers += [describe.sounds_of(args.target, pair)] if args.audio else []
+    settings["towers"] = towers or None
     settings = {name: value for name, value in settings.items() if value is not None}
     if args.plan or args.memory is not None or settings:
         found += describe.describe_plan(pair, card, **shares, **settings, mesh=args.mesh)

@@ -40,11 +40,11 @@ def prefill(
     None for all. offset: [B] int32, by how many rows an entry's begin after those that are computed; None for 0. A slot may be there once,
     or several times, with 0, `chunk`, 2 * `chunk` and so on, if every layer has room for `chunk` rows (`paged_kv.has_room`), no ring has
     come round at the last of them, and the drafter is one that `takes_parts`. after: [B] int32, nothing is computed of a slot that has not
-    just so many rows, since a call before this one lacked pages; None if any will do. inserted: images among the rows that are computed;
-    all of an image's, as `until` must see to. A slot is ready to decode once computed == length - 1. A resumed sequence, which knows more
-    than its prompt, has its anchor already and chooses nothing. round: static, of the rounds that follow; how many tokens they draft, and
-    how they accept them, makes no difference here. automata: as for `spec_step`. ends (static): whether a slot may come to the end of its
-    known tokens. Without it, what only that needs is left out; for a drafter that `takes_parts`.
+    just so many rows, since a call before this one lacked pages; None if any will do. inserted: images and parts of sounds among the rows
+    that are computed; all rows of each, as `until` must see to. A slot is ready to decode once computed == length - 1. A resumed sequence,
+    which knows more than its prompt, has its anchor already and chooses nothing. round: static, of the rounds that follow; how many tokens
+    they draft, and how they accept them, makes no difference here. automata: as for `spec_step`. ends (static): whether a slot may come to
+    the end of its known tokens. Without it, what only that needs is left out; for a drafter that `takes_parts`.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, expected at least 1")

@@ -32,7 +32,7 @@ class Buckets:
     prefill_rows: int = PREFILL_ROWS  # of the largest prefill call
     # Up to which position a call may compute several parts of PREFILL_CHUNK rows of a prompt; 0 where it computes one part of each.
     parts_end: int = 0
-    image_rows: int = 0  # of an image at most; 0 where prompts have none
+    insert_rows: int = 0  # of an image, or of a part of a sound, at most; 0 where prompts have neither
 
     @property
     def decode(self) -> list[int]:
@@ -71,11 +71,11 @@ class Buckets:
         return [(1, chunk) for chunk in largest if spares(target, drafter) and chunk < self.max_len - 1]
 
     @property
-    def images(self) -> list[tuple[int, int]]:
-        """(sequences, rows of each) of a prefill call with an image of each sequence; none where prompts have no images."""
-        if not self.image_rows:
+    def inserts(self) -> list[tuple[int, int]]:
+        """(sequences, rows of each) of a prefill call with an insert of each sequence; none where prompts have no images and sounds."""
+        if not self.insert_rows:
             return []
-        chunk = min(image_chunk(self.image_rows), self.max_len)
+        chunk = min(insert_chunk(self.insert_rows), self.max_len)
         return sorted({(1, chunk), (max(min(self.prefill_rows // chunk, self.slots), 1), chunk)})
 
     @property
@@ -119,9 +119,9 @@ def spares(target: TargetModel, drafter: Any) -> bool:
     return last_row_layer(target.config, drafter.taps) < target.config.num_hidden_layers and getattr(drafter, "takes_parts", False)
 
 
-def image_chunk(image_rows: int) -> int:
-    """Rows of a sequence in a prefill call with an image, which has at most so many: there is room for a question about it."""
-    return image_rows + PREFILL_CHUNK
+def insert_chunk(insert_rows: int) -> int:
+    """Rows of a sequence in a prefill call with an insert, which has at most so many: there is room for a question about it."""
+    return insert_rows + PREFILL_CHUNK
 
 
 def prefill_rows(target: TargetModel, kernels: bool) -> int:

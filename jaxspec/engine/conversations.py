@@ -1,4 +1,4 @@
-"""Conversations as prompts: what a chat template makes of messages, with their images, and what the next turn begins with."""
+"""Conversations as prompts: what a chat template makes of messages, with their images and sounds, and what the next turn begins with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxspec.checks import same_kind
 from jaxspec.engine.fetches import Fetches
+from jaxspec.engine.inserts import Tower, taken_out
 from jaxspec.engine.intake import Prompt
-from jaxspec.engine.pictures import ImageTower, taken_out
 from jaxspec.text import TemplateOptions, Tokenizer
 
 NEXT = ({"role": "assistant", "content": "x"}, {"role": "user", "content": "x"})  # any, to see how a template writes a history
@@ -27,21 +27,22 @@ class Conversations:
     """Makes prompts of conversations. Everywhere, thinking is what the template gets as enable_thinking, and options are its other ones."""
 
     tokenizer: Tokenizer
-    with_images: bool  # whether messages may have images
-    tower: ImageTower | None  # looks at them; None where messages have none, or the LLM is closed
+    kinds: Sequence[str]  # of the media that messages may have
+    towers: Mapping[str, Tower]  # look at them, by kind; none once the LLM is closed
 
     def ids(self, messages: Messages, thinking: bool, options: TemplateOptions) -> list[int]:
-        """The token ids of a conversation up to the model's turn. An image is one token there."""
-        return self.tokenizer.conversation(taken_out(messages)[0] if self.with_images else messages, options, thinking, self.with_images)
+        """The token ids of a conversation up to the model's turn. An image is one token there, and so is a sound."""
+        return self.tokenizer.conversation(taken_out(messages, self.kinds)[0], options, thinking, self.kinds)
 
     def prompt(self, messages: Messages, thinking: bool, options: TemplateOptions) -> Prompt:
-        """A conversation as a prompt with its images."""
+        """A conversation as a prompt with its images and sounds."""
         ids = self.ids(messages, thinking, options)
-        if self.tower is None:
+        if not self.towers:
             return ids
-        with Fetches() as fetches:
-            images = [self.tower.source(image) for image in taken_out(fetches.begin(messages))[1]]
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}} if images else ids
+        with Fetches(self.towers) as fetches:
+            given = taken_out(fetches.begin(messages), self.kinds)[1]
+            media = {kind: list(map(self.towers[kind].source, some)) for kind, some in given.items() if some}
+        return {"prompt_token_ids": ids, "multi_modal_data": media} if media else ids
 
     def turn(self, messages: Messages, thinking: bool, options: TemplateOptions) -> tuple[Prompt, int]:
         """A conversation's prompt with its text, and how many of its tokens the next turn begins with. These are all of them, but where the
@@ -64,7 +65,7 @@ class Conversations:
         the conversation if there are several."""
         several, prompts, keep = are_several(messages), list[Prompt](), list[int]()
         conversations: Any = messages if several else [messages]
-        with Fetches(self.tower is not None) as fetches:
+        with Fetches(self.towers) as fetches:
             for i, conversation in enumerate(fetches.ahead(conversations)):
                 try:
                     prompt, repeated = self.turn(conversation, thinking, options)

@@ -1,4 +1,4 @@
-"""Images behind URLs, fetched beside one another and ahead of the prompts that name them."""
+"""Images and sounds behind URLs, fetched beside one another and ahead of the prompts that name them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import collections
 import concurrent.futures
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from jaxspec.engine.pictures import NAMES
-from jaxspec.vision.images import Coming, fetched, is_remote
+from jaxspec.engine.inserts import PARTS, are_several
+from jaxspec.media.files import Coming, fetched, is_remote
 
 THREADS = 16  # that fetch
-AHEAD = 32  # prompts whose images are on their way while one is read
+AHEAD = 32  # prompts whose images and sounds are on their way while one is read
 Item = TypeVar("Item")
 
 
 class Fetches:
-    """Fetches the images of prompts and conversations. A context, at whose end nothing more is begun.
+    """Fetches the images and sounds of prompts and conversations. A context, at whose end nothing more is begun.
 
-    It gives what it was given, with a `Coming` in place of an image's URL. A URL is fetched once as long as somebody holds that."""
+    It gives what it was given, with a `Coming` in place of the URL of one. A URL is fetched once as long as somebody holds that."""
 
-    def __init__(self, with_images: bool = True):
-        """with_images: whether images are read at all; if not, nothing is fetched."""
-        self._with_images = with_images
+    def __init__(self, kinds: Collection[str]):
+        """kinds: of the media that are read, "image" or "audio"; nothing else is fetched."""
+        self._kinds = tuple(kinds)
         self._places, self._closed = threading.Semaphore(THREADS), False
         self._coming = weakref.WeakValueDictionary[str, Coming]()
 
@@ -36,7 +36,7 @@ class Fetches:
 
     def ahead(self, items: Iterable[Item], count: int = AHEAD) -> Iterator[Item]:
         """The items, of which so many are read and begun ahead of the one that is given."""
-        if not self._with_images:
+        if not self._kinds:
             yield from items
             return
         waiting = collections.deque[Item]()
@@ -47,26 +47,28 @@ class Fetches:
         yield from waiting
 
     def begin(self, given: Any) -> Any:
-        """A prompt, messages, or whatever holds some, with its images on their way."""
-        if not self._with_images:
+        """A prompt, messages, or whatever holds some, with its images and sounds on their way."""
+        if not self._kinds:
             return given
         if isinstance(given, Mapping):
-            kind = given.get("type")
-            images = NAMES.get(kind, ()) if isinstance(kind, str) else ()
+            name = given.get("type")
+            kind, fields = PARTS.get(name, (None, ())) if isinstance(name, str) else (None, ())
+            fields = fields if kind in self._kinds else ()
             of_prompt = given.get("multi_modal_data")
-            if isinstance(of_prompt, Mapping) and "image" in of_prompt:
-                given = {**given, "multi_modal_data": {**of_prompt, "image": self.begin_image(of_prompt["image"])}}
-            return {key: (self.begin_image if key in images else self.begin)(value) for key, value in given.items()}
+            if isinstance(of_prompt, Mapping):
+                begun = {key: self.begin_medium(value) if key in self._kinds else value for key, value in of_prompt.items()}
+                given = {**given, "multi_modal_data": begun}
+            return {key: (self.begin_medium if key in fields else self.begin)(value) for key, value in given.items()}
         if type(given) in (list, tuple) and given and not isinstance(given[0], int):  # which token ids are
             return type(given)(map(self.begin, given))
         return given
 
-    def begin_image(self, given: Any) -> Any:
-        """An image, or several, on their way. OpenAI's {"url": ...} is one too."""
+    def begin_medium(self, given: Any) -> Any:
+        """A medium, or several, on their way. OpenAI's {"url": ...} is one too."""
         if isinstance(given, Mapping):
-            return {**given, "url": self.begin_image(given["url"])} if "url" in given else given
-        if type(given) in (list, tuple):
-            return type(given)(map(self.begin_image, given))
+            return {**given, "url": self.begin_medium(given["url"])} if "url" in given else given
+        if type(given) in (list, tuple) and are_several(given):
+            return type(given)(map(self.begin_medium, given))
         if not is_remote(given) or isinstance(given, Coming):
             return given
         coming = self._coming.get(given)
@@ -91,12 +93,12 @@ class Fetches:
                 coming.answer.set_exception(error)
 
 
-def read_ahead(items: Iterable[Item]) -> Iterable[Item]:
-    """Items with their images on their way, ahead if they are a list or a tuple. Others may wait for something, or have more after their
-    end: they stay as they are."""
+def read_ahead(items: Iterable[Item], kinds: Collection[str]) -> Iterable[Item]:
+    """Items with their images and sounds on their way, ahead if they are a list or a tuple. Others may wait for something, or have more
+    after their end: they stay as they are. kinds: as for `Fetches`."""
 
     def ahead() -> Iterator[Item]:
-        with Fetches() as fetches:
+        with Fetches(kinds) as fetches:
             yield from fetches.ahead(items)
 
-    return ahead() if isinstance(items, list | tuple) else items
+    return ahead() if kinds and isinstance(items, list | tuple) else items

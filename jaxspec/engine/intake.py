@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxspec.checks import same_kind, type_name
 from jaxspec.engine.fetches import Fetches
+from jaxspec.engine.inserts import Inserts, Placed, are_several
 from jaxspec.engine.params import MAX_SEED, Defaults, SamplingParams
-from jaxspec.engine.pictures import Pictures, Placed
 from jaxspec.engine.request import Request
 from jaxspec.engine.structures import Structure, Structures
 from jaxspec.foreign_names import PARAMS_HERE
@@ -26,8 +26,8 @@ from jaxspec.text import OutputText, Tokenizer
 MAX_STOP_IDS = 16
 # Keys of a prompt that vLLM or transformers knows, and why they are refused.
 UNREAD = {
-    "multi_modal_data": "only text can be read; to read images, load with images=True",
-    "multi_modal_uuids": "images are told apart by what they show",
+    "multi_modal_data": "only text can be read; to read images, load with images=True, and to hear sounds, with audio=True",
+    "multi_modal_uuids": "images and sounds are told apart by what they hold",
     "mm_processor_kwargs": "all images are prepared alike; load with images=1120 for up to so many tokens of each",
     "prompt_embeds": "a prompt is made of tokens",
     "encoder_prompt": "the model has no encoder",
@@ -69,7 +69,7 @@ class Maker:
     eos_token_ids: tuple[int, ...]  # these end a sequence by default
     defaults: Defaults  # of params that say nothing
     structures: Structures  # makes automata of what texts must look like
-    pictures: Pictures | None = None  # makes the images of prompts; None where prompts have none
+    inserts: Inserts | None = None  # makes what stands in prompts for images and sounds; None where prompts have neither
 
     def requests(self, index: int, prompt: Any, params: Any, draw_seed: Any, keep: int = 0) -> list[Request]:
         """The n samples of prompt `index` of a call. draw_seed: gives a seed where params names none. keep: see `Request`, of the tokens
@@ -82,10 +82,10 @@ class Maker:
         prompt_text, placed = self._prompt(index, prompt)
         ids = placed.ids
         self._check_ids(index, params)
-        if placed.pictures and (params.prompt_logprobs is not None or not -1 < (params.logprobs or 0) <= MAX_LOGPROBS):
+        if placed.inserts and (params.prompt_logprobs is not None or not -1 < (params.logprobs or 0) <= MAX_LOGPROBS):
             raise ValueError(
-                f"prompt {index} has images, of which prompt_logprobs and more than {MAX_LOGPROBS} logprobs cannot be served: these take a "
-                "pass over its tokens alone"
+                f"prompt {index} has images or sounds, of which prompt_logprobs and more than {MAX_LOGPROBS} logprobs cannot be served: "
+                "these take a pass over its tokens alone"
             )
         own_ends = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*own_ends, *params.stop_token_ids)))
@@ -116,7 +116,7 @@ class Maker:
                 index=i,
                 prompt_index=index,
                 keep=placed.length_of(keep),
-                pictures=placed.pictures,
+                inserts=placed.inserts,
             )
             for i in range(params.n)
         ]
@@ -135,7 +135,8 @@ class Maker:
 
     def _prompt(self, index: int, prompt: Any) -> tuple[str | None, Placed]:
         """The text of a prompt, None where it was not given, and its tokens."""
-        text, given, images = _parts(index, prompt, self.pictures is not None) if isinstance(prompt, Mapping) else (None, prompt, [])
+        kinds = () if self.inserts is None else tuple(self.inserts.towers)
+        text, given, media = _parts(index, prompt, kinds) if isinstance(prompt, Mapping) else (None, prompt, {})
         given = _on_host(given)
         if isinstance(given, str):
             try:
@@ -152,7 +153,7 @@ class Maker:
             raise TypeError(f"prompt {index} has {ids[at]!r} at position {at}; expected a token id, an integer")
         if not len(ids):
             raise ValueError(f"prompt {index} is empty; expected at least one token")
-        placed = self._placed(index, ids, images)
+        placed = self._placed(index, ids, media)
         ids = placed.ids
         if len(ids) > self.max_len - 1:
             raise ValueError(
@@ -163,13 +164,14 @@ class Maker:
             raise ValueError(f"prompt {index} has id {ids[at]} at position {at}; expected 0 .. {self.vocab_size - 1}")
         return text, placed
 
-    def _placed(self, index: int, ids: Any, images: Sequence[Any]) -> Placed:
-        """The prompt with its images. Without any it stays as it is; where it could have some, it may have no image token then."""
-        if self.pictures is None or not (images or self.pictures.tower.image_token_id in ids):
+    def _placed(self, index: int, ids: Any, media: Mapping[str, list[Any]]) -> Placed:
+        """The prompt with its images and sounds. Without any it stays as it is; where it could have some, it may have no token of one
+        then."""
+        if self.inserts is None or not (any(media.values()) or self.inserts.are_in(ids)):
             return Placed(ids, (), [])
         try:
-            with Fetches() as fetches:
-                return self.pictures.placed([int(i) for i in ids], fetches.begin_image(images))
+            with Fetches(media) as fetches:
+                return self.inserts.placed([int(i) for i in ids], {kind: fetches.begin_medium(given) for kind, given in media.items()})
         except (TypeError, ValueError) as error:
             raise same_kind(error, f"prompt {index}: {error}") from error
 
@@ -252,10 +254,10 @@ def _on_host(given: Any) -> Any:
     return given.tolist() if hasattr(given, "__dlpack__") and not isinstance(given, np.ndarray) else given
 
 
-def _parts(index: int, prompt: Mapping[str, Any], with_images: bool) -> tuple[str | None, Any, list[Any]]:
-    """(text, text or token ids, images) of a prompt that is a dict. with_images: whether it may have images. Raises TypeError or
+def _parts(index: int, prompt: Mapping[str, Any], kinds: Sequence[str]) -> tuple[str | None, Any, dict[str, list[Any]]]:
+    """(text, text or token ids, media by kind) of a prompt that is a dict. kinds: of the media that it may have. Raises TypeError or
     ValueError, with the prompt's index."""
-    known = ("prompt", "prompt_token_ids", *(("multi_modal_data",) if with_images else ()))
+    known = ("prompt", "prompt_token_ids", *(("multi_modal_data",) if kinds else ()))
     refused = [key for key, value in prompt.items() if key not in known and _says_something(value)]
     if refused:
         reason = f": {UNREAD[refused[0]]}" if refused[0] in UNREAD else ""
@@ -267,20 +269,22 @@ def _parts(index: int, prompt: Mapping[str, Any], with_images: bool) -> tuple[st
         raise TypeError(f"'prompt' of prompt {index} is of type {type(text).__name__}, expected a str")
     if isinstance(ids, str):
         raise TypeError(f"'prompt_token_ids' of prompt {index} are a str, expected a list of token ids")
-    return text, text if ids is None else ids, _images(index, prompt.get("multi_modal_data")) if with_images else []
+    return text, text if ids is None else ids, _media(index, prompt.get("multi_modal_data"), kinds) if kinds else {}
 
 
-def _images(index: int, given: Any) -> list[Any]:
-    """The images of what vLLM calls multi_modal_data: {"image": one or a list of them}. Raises TypeError or ValueError."""
+def _media(index: int, given: Any, kinds: Sequence[str]) -> dict[str, list[Any]]:
+    """What vLLM calls multi_modal_data: {"image": one or a list of them, "audio": the same}. Raises TypeError or ValueError."""
+    expected = " and ".join(map(repr, kinds))
     if given is None:
-        return []
+        return {}
     if not isinstance(given, Mapping):
-        raise TypeError(f"'multi_modal_data' of prompt {index} is of type {type(given).__name__}, expected a dict with 'image'")
-    others = [key for key, value in given.items() if key != "image" and _says_something(value)]
+        raise TypeError(f"'multi_modal_data' of prompt {index} is of type {type(given).__name__}, expected a dict with {expected}")
+    others = [key for key, value in given.items() if key not in kinds and _says_something(value)]
     if others:
-        raise ValueError(f"'multi_modal_data' of prompt {index} has {others[0]!r}; only images can be read: expected 'image'")
-    images = given.get("image")
-    return [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
+        hint = {"image": "; to read images, load with images=True", "audio": "; to hear sounds, load with audio=True"}.get(others[0], "")
+        raise ValueError(f"'multi_modal_data' of prompt {index} has {others[0]!r}, expected {expected} alone{hint}")
+    found = {kind: given[kind] for kind in kinds if given.get(kind) is not None}
+    return {kind: list(media) if are_several(media) else [media] for kind, media in found.items()}
 
 
 def _says_something(value: Any) -> bool:

@@ -127,7 +127,7 @@ class Learning:
 
     def add(self, request: Request) -> None:
         """Takes in a request that has ended."""
-        if self.going and request.refusal is None and not request.pictures:  # training reads tokens alone
+        if self.going and request.refusal is None and not request.inserts:  # training reads tokens alone
             self._learner.add(request.tokens, len(request.prompt))
 
     def between(self) -> None:

@@ -7,7 +7,8 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn, Self, Unpack
 
 import jax
@@ -25,10 +26,10 @@ from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.fetches import Fetches, read_ahead
 from jaxspec.engine.finish import likely_scored
 from jaxspec.engine.html import llm_html
+from jaxspec.engine.inserts import Inserts, Tower
 from jaxspec.engine.intake import Maker, Prompt, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
 from jaxspec.engine.learn import Learning, Origin, check, check_out, check_room, learner_of
 from jaxspec.engine.params import Defaults, SamplingParams
-from jaxspec.engine.pictures import ImageTower, Pictures
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.serving import Serving
@@ -64,8 +65,8 @@ class LLM:
 
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
-    origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated. images: what makes rows
-    of images in prompts; None where they have none.
+    origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated. towers: what makes rows
+    of images ("image") and sounds ("audio") in prompts; none where they have none.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -85,7 +86,7 @@ class LLM:
         placement: Placement = ONE_DEVICE,
         name: str = "",
         origin: Origin | None = None,
-        images: ImageTower | None = None,
+        towers: Mapping[str, Tower] = MappingProxyType({}),
     ):
         self.tokenizer, self.config, self.settings, self.name = tokenizer, target.config, settings, name
         self.progress = settings.progress
@@ -113,7 +114,9 @@ class LLM:
         self._serving = Serving(
             self._shards, self._accounts, self._lock, tokenizer, vocab_size, lambda requests: self._needs(requests), self._check_open
         )
-        self._pictures = None if images is None else Pictures(images, tokenizer.token_text(images.image_token_id))
+        self.media = tuple(towers)  # what prompts may have beside text: "image", "audio"
+        texts = {kind: tokenizer.token_text(tower.token_id) for kind, tower in towers.items()}
+        self._inserts = Inserts(towers, settings.insert_rows, texts) if towers else None
         self._seeds = random.Random(settings.seed)
         self._closed = False
 
@@ -146,9 +149,9 @@ class LLM:
                 self._closed, self._whole = True, None
                 self._shards.close()
                 self._structures.close()
-                if self._pictures is not None:
-                    self._pictures.close()
-                    self._pictures = None
+                if self._inserts is not None:
+                    self._inserts.close()
+                    self._inserts = None
                 if failed is not None:
                     raise failed
 
@@ -192,7 +195,8 @@ class LLM:
         quantised = [*packed_kinds(self.target.layers), *(f"{kind} embedding" for kind in packed_kinds(self.target.embed_tokens))]
         quantised += [f"{kind} activations" for kind in rounded_inputs(self.target)]
         names = {"model": self.name, "dtype": dtype, "quantised": " and ".join(quantised) or None}
-        names |= {"images": self.settings.image_rows} if self.settings.image_rows else {}
+        for tower in self._towers.values():
+            names |= tower.text_settings
         return names | {"max_len": self.max_len, "kv_dtype": kv_name, "accept": self.settings.accept.name}
 
     @property
@@ -221,7 +225,7 @@ class LLM:
     @heeded()
     def warmup(self, *params: SamplingParams) -> None:
         """Compiles everything that requests of these params can use, those of each by themselves and all beside each other, with a progress
-        bar, and the image tower if there is one. Without params: what requests that say nothing use. Requests that need more (filters;
+        bar, and what reads images and sounds. Without params: what requests that say nothing use. Requests that need more (filters;
         penalties and the like; logprobs) compile it when they come.
 
         With adaptive verification, see `load`, this also compiles and times rounds that guess fewer tokens or none, and rounds that verify
@@ -237,8 +241,8 @@ class LLM:
 
         with self._lock():
             self._shards.take(None)
-            if self._pictures is not None:
-                self._pictures.warmup()
+            if self._inserts is not None:
+                self._inserts.warmup()
             warm_up(self._shards.runners, needs, scores, self.adaptive, requests, self.progress)
 
     def learn(self, share: float | Learn = 0.05, out: str | os.PathLike[str] | None = None, **settings: Any) -> Learning:
@@ -291,9 +295,10 @@ class LLM:
         the other.
 
         prompts: a str, a list or an array of token ids (of NumPy, JAX or PyTorch), a dict with "prompt" or "prompt_token_ids", or several
-        of these: a list, an array of two axes, a column of a dataset, any iterable. A dict may have images beside, if `load` was told of
-        them: {"prompt": "<|image|>What is this?", "multi_modal_data": {"image": image}}, with as many image tokens as images, each a Pillow
-        image, an array [height, width, 3] of uint8, a path, a URL or the bytes of a file. params: one for all, or one for each prompt;
+        of these: a list, an array of two axes, a column of a dataset, any iterable. A dict may have images and sounds beside, if `load` was
+        told of them: {"prompt": "<|image|>What is this?", "multi_modal_data": {"image": image}}, with as many image tokens as images, each
+        a Pillow image, an array [height, width, 3] of uint8, a path, a URL or the bytes of a file; and with an audio token for each sound,
+        under "audio": an array of samples, (samples, rate), or a file as of an image. params: one for all, or one for each prompt;
         sampling_params is another name for it. use_tqdm: whether to show a progress bar, or what makes one; by default one is shown for
         several prompts, if `load` was told to show progress.
         Raises ValueError or TypeError, before anything is computed, for a prompt that is empty, longer than max_len - 1 or has ids
@@ -338,7 +343,7 @@ class LLM:
                 request.asked = self._accounts.clock()
             return requests
 
-        return Requests(items if self._pictures is None else read_ahead(items), made)
+        return Requests(read_ahead(items, self._towers), made)
 
     def _generate(self, requests: list[Request], use_tqdm: Bar = None) -> list[Completion]:
         done = dict[tuple[int, int], Completion]()
@@ -402,9 +407,10 @@ class LLM:
         special=True) has them.
         What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, only what is new is
         computed. Without thinking, Gemma 4's template writes an empty thought before an answer and leaves it out of the next prompt; then
-        the last answer is computed again too. If `load` was told of images, content may have some as parts, in the forms of transformers,
-        {"type": "image", "image": image}, and of OpenAI and vLLM, {"type": "image_url", "image_url": {"url": url}}; what an image may be,
-        `generate` says. Raises what `generate` raises, and ValueError for content that cannot be read.
+        the last answer is computed again too. If `load` was told of images or sounds, content may have some as parts, in the forms
+        of transformers, {"type": "image", "image": image} and {"type": "audio", "audio": sound}, and of OpenAI and vLLM, {"type":
+        "image_url", "image_url": {"url": url}} and the like; what each may be, `generate` says. Raises what `generate` raises, and
+        ValueError for content that cannot be read.
         """
         prompts, keep = self._conversations.turns(messages, enable_thinking, template)
         completions = self._generate(self._requests(prompts, either(params, sampling_params), keep=keep), use_tqdm)
@@ -427,30 +433,34 @@ class LLM:
         return self._begin(prompt, either(params, sampling_params), steps, keep=keep)
 
     def chat_prompt(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> list[int]:
-        """The token ids of a conversation up to the model's turn: what `chat` generates from. An image is one token there; in the
-        `prompt_token_ids` of a completion it has all of its own."""
+        """The token ids of a conversation up to the model's turn: what `chat` generates from. An image or a sound is one token there;
+        in the `prompt_token_ids` of a completion it has all of its own."""
         return self._conversations.ids(messages, enable_thinking, template)
 
     def chat_input(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> Prompt:
-        """A conversation as a prompt for `generate`, with its images. Raises what `chat` raises for messages and images."""
+        """A conversation as a prompt for `generate`, with its images and sounds. Raises what `chat` raises for messages and these."""
         return self._conversations.prompt(messages, enable_thinking, template)
 
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: Sequence[int] = ()) -> list[Request]:
         """Checked requests for a list of prompts. keep: see `Request`, for each prompt; all 0 by default."""
         self._check_open()
         maker, each = self._maker, params_of(params, len(prompts))
-        with Fetches(self._pictures is not None) as fetches:
+        with Fetches(self._towers) as fetches:
             pairs = enumerate(zip(fetches.ahead(prompts), each, strict=True))
             return [r for i, (prompt, p) in pairs for r in maker.requests(i, prompt, p, self._draw_seed, keep[i] if keep else 0)]
 
     @property
     def _maker(self) -> Maker:
         of_target = self.tokenizer, self.config.vocab_size, self.max_len, self.eos_token_ids, self.defaults
-        return Maker(*of_target, self._structures, self._pictures)
+        return Maker(*of_target, self._structures, self._inserts)
 
     @property
     def _conversations(self) -> Conversations:
-        return Conversations(self.tokenizer, self.settings.image_rows > 0, None if self._pictures is None else self._pictures.tower)
+        return Conversations(self.tokenizer, self.media, self._towers)
+
+    @property
+    def _towers(self) -> Mapping[str, Tower]:
+        return {} if self._inserts is None else self._inserts.towers
 
     def _draw_seed(self) -> int:
         return self._seeds.getrandbits(53)

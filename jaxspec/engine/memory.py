@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxspec.checkpoint.from_floats import HEAD
 from jaxspec.checks import integer
 from jaxspec.engine.admission import init_state
-from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS, image_chunk, prefill_rows
+from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS, insert_chunk, prefill_rows
 from jaxspec.engine.settings import PAGE, PREFIX_BYTES
 from jaxspec.learning.settings import Learn, parts
 from jaxspec.model.config import FULL, SLIDING, LayerSpec
@@ -89,13 +89,13 @@ def sizes_of(
     kernels: bool = True,
     placement: Placement = ONE_DEVICE,
     learn: Learn | None = None,
-    image_rows: int = 0,
+    insert_rows: int = 0,
 ) -> Sizes:
     """What a target and a drafter need of a device, slots and pages being those of one data shard.
 
     target, drafter: abstract weights, or real ones. kernels: whether attention runs in kernels, which keep their scores to themselves;
-    XLA's attention gathers keys and values of max_len. learn: how the drafter learns, None if it does not. image_rows: of an image at
-    most, 0 where prompts have none.
+    XLA's attention gathers keys and values of max_len. learn: how the drafter learns, None if it does not. insert_rows: of an image, or
+    of a part of a sound, at most; 0 where prompts have neither.
     """
     learnt, learning = (0, 0) if learn is None else learning_bytes(target.config, drafter, learn, num_draft_tokens, max_len, placement)
     packed = any(map(is_packed, weights_of((target, drafter))))  # guides of heads are packed too, but never unpacked
@@ -116,13 +116,13 @@ def sizes_of(
     one = state(1, 1)
     slot, page = state(2, 1) - one, state(1, 2) - one
     config, rows, itemsize = target.config, num_draft_tokens + 1, target.dtype.itemsize
-    with_image = image_chunk(image_rows) if image_rows else 0
-    largest = max(prefill_rows(target, kernels), with_image)
+    with_insert = insert_chunk(insert_rows) if insert_rows else 0
+    largest = max(prefill_rows(target, kernels), with_insert)
     prefill = _activations(config, largest) * itemsize
     decode = LOGIT * rows * config.vocab_size
     if not kernels:
         decode += _attention(config, 1, rows, max_len, itemsize)
-        calls = (PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK), (1, with_image)
+        calls = (PREFILL_ROWS // PREFILL_CHUNK, PREFILL_CHUNK), (1, with_insert)
         prefill += max(_attention(config, *call, max_len, itemsize) for call in calls)
     return Sizes(
         target=bytes_per_device(target),

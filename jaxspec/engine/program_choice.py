@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, smallest
 from jaxspec.engine.call import Call
-from jaxspec.engine.pictures import Picture
+from jaxspec.engine.inserts import Insert
 from jaxspec.engine.program_kinds import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Score
 from jaxspec.engine.programs import Programs
 from jaxspec.engine.request import Request
@@ -30,9 +30,9 @@ class NextRows(NamedTuple):
 
     request: Request
     computed: int  # rows that are computed before
-    goal: int  # up to which it is to be computed before the host has something to do, or an image begins
+    goal: int  # up to which it is to be computed before the host has something to do, or an insert begins
     rows: int  # that the call computes
-    image: Picture | None = None  # among them
+    insert: Insert | None = None  # among them
 
 
 class ProgramChoice:
@@ -57,7 +57,7 @@ class ProgramChoice:
             *(DecodeRounds(size, needs, *tree) for size in buckets.trees if tree is not None),
             *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in buckets.prefill),
-            *(Prefill(*bucket, needs, self._settings.image_rows) for bucket in buckets.images),
+            *(Prefill(*bucket, needs, self._settings.insert_rows) for bucket in buckets.inserts),
             *(Prefill(*bucket, needs, ends=False) for bucket in self._within),
             *(Admit(size) for size in buckets.admit),
             *(Fork(size) for size in buckets.fork),
@@ -94,18 +94,18 @@ class ProgramChoice:
         """The program of the next call for prompts, and what it computes of some of the requests; the first ones come first. behind: a call
         before it that computes such rows and has not been read. work: see `_at_hand`.
 
-        Prompts whose next rows have an image among them have calls of their own. These come first, so that text of several prompts is
-        computed together. But a prompt of text would wait as long as images come, so those of prompts that got their slots much later than
+        Prompts whose next rows have an insert among them have calls of their own. These come first, so that text of several prompts is
+        computed together. But a prompt of text would wait as long as inserts come, so those of prompts that got their slots much later than
         the oldest prompt come after it."""
         buckets = self._buckets
         under_way = {} if behind is None else behind.under_way
         computed = [r.computed + under_way.get(r, 0) for r in requests]
-        if pictured := self._images(requests, computed):
-            if pictured[0].request.order - requests[0].order < self._settings.max_slots:
-                some = pictured[: buckets.images[-1][0]]
-                bucket = next((size, chunk) for size, chunk in buckets.images if size >= len(some))
-                return Prefill(*bucket, needs, self._settings.image_rows), some
-            later = [each.request for each in pictured]
+        if with_insert := self._with_inserts(requests, computed):
+            if with_insert[0].request.order - requests[0].order < self._settings.max_slots:
+                some = with_insert[: buckets.inserts[-1][0]]
+                bucket = next((size, chunk) for size, chunk in buckets.inserts if size >= len(some))
+                return Prefill(*bucket, needs, self._settings.insert_rows), some
+            later = [each.request for each in with_insert]
             requests, computed = zip(*((r, n) for r, n in zip(requests, computed, strict=True) if r not in later), strict=True)
         goals = [r.next_stop(rows + 1) for r, rows in zip(requests, computed, strict=True)]
         left = [goal - rows for goal, rows in zip(goals, computed, strict=True)]
@@ -120,14 +120,14 @@ class ProgramChoice:
             program = within if self._programs.at_hand(within) else program  # worth no compilation while others wait
         return program, some
 
-    def _images(self, requests: Sequence[Request], computed: Sequence[int]) -> list[NextRows]:
-        """What calls with images compute of those that have an image among their next rows."""
-        found, chunk = list[NextRows](), max((chunk for _, chunk in self._buckets.images), default=0)
+    def _with_inserts(self, requests: Sequence[Request], computed: Sequence[int]) -> list[NextRows]:
+        """What calls with inserts compute of those that have one among their next rows."""
+        found, chunk = list[NextRows](), max((chunk for _, chunk in self._buckets.inserts), default=0)
         for request, rows in zip(requests, computed, strict=True):
-            image = request.picture_within(rows, chunk)
-            if image is not None:
-                goal = request.next_stop(image.end, image)
-                found.append(NextRows(request, rows, goal, min(goal - rows, chunk), image))
+            insert = request.insert_within(rows, chunk)
+            if insert is not None:
+                goal = request.next_stop(insert.end, insert)
+                found.append(NextRows(request, rows, goal, min(goal - rows, chunk), insert))
         return found
 
     def rounds(self, sequences: int, needs: Needs, shape: RoundShape | None = None, work: int = 0) -> DecodeRounds:

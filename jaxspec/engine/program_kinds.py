@@ -37,9 +37,9 @@ def fork(target: Any, drafter: Any, automata: None, state: DecodeState, columns:
     return state, state.cache.free_count + 0
 
 
-def prefill(target, drafter, automata, state, columns, *images, **static) -> Any:
-    slots, until, known, offset, after, begin, count = columns.T
-    inserted = Inserted(jnp.stack(images), begin, count) if images else None
+def prefill(target, drafter, automata, state, columns, *rows, **static) -> Any:
+    slots, until, known, offset, after, begin, count, together = columns.T
+    inserted = Inserted(jnp.stack(rows), begin, count, together != 0) if rows else None
     state = decode.prefill(target, drafter, state, slots, until, offset, after, inserted, automata=automata, **static)
     return state, decode.report(state, slots, known, 1, static["round"].needs.logprobs is not None)
 
@@ -120,17 +120,16 @@ class Prefill(Program):
     size: int  # parts of prompts
     chunk: int  # rows of each
     needs: Needs  # what sampling is compiled for
-    image_rows: int = 0  # of an image in each part at most; 0 for text alone
+    insert_rows: int = 0  # of an image or a sound in each part at most; 0 for text alone
     ends: bool = True  # whether prompts may come to their ends
 
     def __str__(self) -> str:
-        return f"prefill {self.size} {self.chunk}{' with images' if self.image_rows else ''}{'' if self.ends else ' within'}"
+        return f"prefill {self.size} {self.chunk}{' with media' if self.insert_rows else ''}{'' if self.ends else ' within'}"
 
     def to_lower(self, settings: Settings, slots: int, target: TargetModel) -> ToLower:
         function = functools.partial(prefill, chunk=self.chunk, ends=self.ends, round=settings.round(self.needs))
-        rows = np.zeros((self.image_rows, target.config.hidden_size), target.dtype)
-        images = [rows] * (self.size if self.image_rows else 0)
-        return function, [padding(slots, self.size, 7), *images]
+        rows = np.zeros((self.insert_rows, target.config.hidden_size), target.dtype)
+        return function, [padding(slots, self.size, 8), *[rows] * (self.size if self.insert_rows else 0)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec.engine.completion import Logprob
+from jaxspec.engine.inserts import Insert
 from jaxspec.engine.params import SamplingParams
-from jaxspec.engine.pictures import Picture
 from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.structures import Structure
 from jaxspec.sampling.choice import Needs
@@ -47,7 +47,7 @@ class Request:
     index: int = 0  # which of the prompt's n samples it is
     prompt_index: int = 0  # which of the call's prompts it belongs to
     keep: int = 0  # how many tokens of its prompt the next turn of its conversation begins with; 0 where none is to come
-    pictures: tuple[Picture, ...] = ()  # the images of its prompt, in order, until it has a completion
+    inserts: tuple[Insert, ...] = ()  # the images and sounds of its prompt, in order, until it has a completion
 
     # Where it is. The host gives it a slot, and calls on the device report what became of it.
     slot: int = -1  # -1 while it has none
@@ -91,7 +91,8 @@ class Request:
 
     @property
     def key(self) -> np.ndarray:
-        """The same with its images told apart: what prompts are compared by. Two sequences with equal keys have equal K and V."""
+        """The same with its images and sounds told apart: what prompts are compared by. Two sequences with equal keys have equal K and
+        V."""
         return self._told_apart(self.tokens)
 
     @functools.cached_property
@@ -100,38 +101,38 @@ class Request:
         return self._told_apart(self.prompt)
 
     def _told_apart(self, tokens: np.ndarray) -> np.ndarray:
-        if self.pictures:
+        if self.inserts:
             tokens = tokens.copy()
-            for picture in self.pictures:
-                tokens[picture.begin : picture.end] = picture.key
+            for insert in self.inserts:
+                tokens[insert.begin : insert.end] = insert.key
         return tokens
 
     @property
     def seen(self) -> bool:
-        """Whether its images are all decoded, so that it has a key."""
-        return all(picture.decoded and picture.failure is None for picture in self.pictures)
+        """Whether its images and sounds are all decoded, so that it has a key."""
+        return all(insert.decoded and insert.failure is None for insert in self.inserts)
 
-    def next_picture(self, rows: int) -> Picture | None:
-        """The first image that does not begin before this row."""
-        return next((picture for picture in self.pictures if picture.begin >= rows), None)
+    def next_insert(self, rows: int) -> Insert | None:
+        """The first insert that does not begin before this row."""
+        return next((insert for insert in self.inserts if insert.begin >= rows), None)
 
-    def picture_within(self, rows: int, count: int) -> Picture | None:
-        """The image that a call computes with the next `count` rows, once `rows` are; None if there is none, or if its prompt is to be kept
-        before that."""
-        picture = self.next_picture(rows)
-        if picture is None or picture.end > rows + count or any(rows < goal <= picture.begin for goal in self.goals):
+    def insert_within(self, rows: int, count: int) -> Insert | None:
+        """The insert that a call computes with the next `count` rows, once `rows` are; None if there is none, or if its prompt is to be
+        kept before that."""
+        insert = self.next_insert(rows)
+        if insert is None or insert.end > rows + count or any(rows < goal <= insert.begin for goal in self.goals):
             return None
-        return picture
+        return insert
 
-    def next_stop(self, least: int, image: Picture | None = None) -> int:
-        """Up to which row it is computed next, `least` at least: to where its prompt is kept, an image begins which is not this one, or all
-        is computed."""
-        stops = [*self.goals, *(picture.begin for picture in self.pictures if picture is not image)]
+    def next_stop(self, least: int, own: Insert | None = None) -> int:
+        """Up to which row it is computed next, `least` at least: to where its prompt is kept, an insert begins which is not this one, or
+        all is computed."""
+        stops = [*self.goals, *(insert.begin for insert in self.inserts if insert is not own)]
         return min((stop for stop in stops if stop >= least), default=self.goal)
 
     def outside(self, row: int) -> int:
-        """The row itself, or that at which an image begins which it is within."""
-        return next((picture.begin for picture in self.pictures if picture.begin < row < picture.end), row)
+        """The row itself, or that at which an insert begins which it is within."""
+        return next((insert.begin for insert in self.inserts if insert.begin < row < insert.end), row)
 
     @property
     def goal(self) -> int:

@@ -74,7 +74,7 @@ class Runner:
         self.programs = Programs(target, drafter, settings, slots=self.total_slots, placement=placement, times=self.times)
         most = prefill_rows(target, in_kernels(settings.attention))
         end = parts_end(target, drafter, self.programs.state)
-        self.buckets = Buckets(settings.max_slots, settings.max_len, most, end, settings.image_rows)
+        self.buckets = Buckets(settings.max_slots, settings.max_len, most, end, settings.insert_rows)
         self.drafting = Drafting(drafter, self.programs, self.held)
         # Rounds without drafts would never end a trial.
         self.choice = ProgramChoice(self.programs, self.buckets, must_draft=lambda: self.drafting.trial is not None)
@@ -183,11 +183,11 @@ class Runner:
         parts = [(each, 0) for each in some]
         parts += [(each, at) for each in some for at in range(program.chunk, each.rows, program.chunk)]
         values = [
-            (each.goal, each.request.length, at, each.computed, *((0, 0) if (image := each.image) is None else (image.begin, image.count)))
+            (each.goal, each.request.length, at, each.computed, *((0, 0, 0) if (insert := each.insert) is None else insert.place))
             for each, at in parts
         ]
         columns = self._columns([each.request for each, _ in parts], program.size, *zip(*values, strict=True))
-        report = self.programs.run(program, columns, *self._images(some, program.size))
+        report = self.programs.run(program, columns, *self._inserted(some, program.size))
         reached = [each for each in some if each.computed + each.rows == each.goal]
         return Call(
             requests=[each.request for each in some],
@@ -201,10 +201,10 @@ class Runner:
             number=next(self._numbers),
         )
 
-    def _images(self, some: Sequence[NextRows], size: int) -> list[Any]:
-        """The rows of the image of each, [image_rows, H], where the programs run, and any for the others of `size` parts; none without
-        images."""
-        found, here = [each.image.rows() for each in some if each.image is not None], set(self.programs.devices)
+    def _inserted(self, some: Sequence[NextRows], size: int) -> list[Any]:
+        """The rows of the insert of each, [insert_rows, H], where the programs run, and any for the others of `size` parts; none without
+        inserts."""
+        found, here = [each.insert.rows() for each in some if each.insert is not None], set(self.programs.devices)
         found = [rows if isinstance(rows, jax.Array) and rows.devices() == here else np.asarray(rows) for rows in found]
         return found + found[:1] * (size - len(found))
 

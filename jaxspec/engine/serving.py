@@ -278,5 +278,5 @@ class Serving:
         if self.learning is not None:
             self.learning.add(request)
         logprobs = final_logprobs(request, self._tokenizer, self._vocab_size, turn.score)
-        request.pictures = ()  # a call may hold its requests to its end, and these hold what was decoded
+        request.inserts = ()  # a call may hold its requests to its end, and these hold what was decoded
         return completion_of(request, self._tokenizer, self._accounts.add(request), *logprobs)

@@ -20,7 +20,7 @@ from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
 AHEAD = 4  # requests that are read before there is a slot for them
-LOOKAHEAD = 4  # images that are computed before their rows are needed
+LOOKAHEAD = 4  # inserts that are computed before their rows are needed
 # While prompts are computed, a step runs one round for every SHARE decoding sequences per unfinished prompt, at least 1 and at most BESIDE.
 # A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
@@ -77,7 +77,7 @@ class Turn:
         self._kinds = dict(kinds or {})
         self.waiting = collections.deque[Request]()  # requests that were read and have no slot
         self.active = list[Request]()  # requests with a slot, oldest first
-        self._expecting = False  # whether a waiting request's automaton or image is on its way
+        self._expecting = False  # whether a waiting request's automaton, image or sound is on its way
         self._spared = 0  # see `step`
         self._lacking = 0  # how many more slots are to come free before those that are free are given to waiting requests
         self._prompts: Call | None = None  # the call that computes prompts for the next step, if it is under way
@@ -113,8 +113,8 @@ class Turn:
         runner = self._runner
         runner.ready()
         fresh = list(itertools.islice(self._requests, max(runner.free_slots + AHEAD - len(self.waiting), 0)))
-        for picture in itertools.chain.from_iterable(request.pictures for request in fresh):
-            picture.decode()
+        for insert in itertools.chain.from_iterable(request.inserts for request in fresh):
+            insert.decode()
         self.waiting.extend(fresh)
         runner.ready()
         self._readmit([r for r in self.active if r.slot < 0])  # what gives the requests may have used the LLM, which made room
@@ -132,14 +132,14 @@ class Turn:
             self._admit()
 
     def _look_ahead(self) -> None:
-        """Begins to compute the images that are next, while the device does other work."""
+        """Begins to compute the inserts that are next, while the device does other work."""
         find, call = self._runner.held.find, self._prompts
         under_way = {} if call is None else call.under_way
-        pictured = [r for r in itertools.chain(self.active, self.waiting) if r.pictures and r.seen]
-        rows = ((r, r.computed + under_way.get(r, 0) if r.slot >= 0 else find(r.key)[1]) for r in pictured)
-        coming = (picture for request, computed in rows for picture in request.pictures if picture.begin >= computed)
-        for picture in itertools.islice(coming, LOOKAHEAD):
-            picture.start()
+        with_insert = [r for r in itertools.chain(self.active, self.waiting) if r.inserts and r.seen]
+        rows = ((r, r.computed + under_way.get(r, 0) if r.slot >= 0 else find(r.key)[1]) for r in with_insert)
+        coming = (insert for request, computed in rows for insert in request.inserts if insert.begin >= computed)
+        for insert in itertools.islice(coming, LOOKAHEAD):
+            insert.start()
 
     @property
     def _free(self) -> int:
@@ -229,11 +229,11 @@ class Turn:
 
     @property
     def expected(self) -> list[concurrent.futures.Future[Any]]:
-        """The automata that are being built and the images that are being decoded, if there is nothing to do before one is there."""
+        """The automata that are being built and what is being decoded, if there is nothing to do before one is there."""
         if self.active or not self._expecting:
             return []
         found = [r.structure.future for r in self.waiting if r.structure]
-        found += [picture.decode() for r in self.waiting for picture in r.pictures]
+        found += [insert.decode() for r in self.waiting for insert in r.inserts]
         return [future for future in found if not future.done()]
 
     def end(self) -> list[Request]:
@@ -353,11 +353,11 @@ class Turn:
             self.active.sort(key=lambda r: r.order)
 
     def _decoded(self, request: Request) -> bool:
-        """Whether its images are there. A request with one that cannot be decoded has failed."""
-        if not all(picture.decoded for picture in request.pictures):
+        """Whether its images and sounds are there. A request with one that cannot be decoded has failed."""
+        if not all(insert.decoded for insert in request.inserts):
             self._expecting = True
             return False
-        failure = next((picture.failure for picture in request.pictures if picture.failure is not None), None)
+        failure = next((insert.failure for insert in request.inserts if insert.failure is not None), None)
         if failure is not None:
             self._refuse(request, failure)
         return failure is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import checkpoint, released
+from jaxspec.audio import Sounds
 from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.drafters import without_checkpoints
 from jaxspec.drafters.base import NoDraft
@@ -55,11 +56,16 @@ def images_of(target: str, pair: Pair, max_soft_tokens: int | None = None) -> Im
     return released.images_of(target, pair.dtype, *([] if max_soft_tokens is None else [max_soft_tokens]))
 
 
+def sounds_of(target: str, pair: Pair) -> Sounds:
+    """The same of sounds."""
+    return released.sounds_of(target, pair.dtype) if pair.folder is None else Sounds.read(pair.folder, pair.dtype)
+
+
 def describe(
     pair: Pair, target: str, drafter: str | None = None, show: Callable[[int], str] = size, *, kv_dtype: str = "auto"
 ) -> Iterator[str]:
     """Yields lines about a target and a drafter. target, drafter: what the user called them. Sizes are of the text model, but for those of
-    its image tower. show: how bytes are told. kv_dtype: as in `jaxspec.load`, errors too."""
+    its image and audio towers. show: how bytes are told. kv_dtype: as in `jaxspec.load`, errors too."""
     check_names(kv_dtype=kv_dtype)
     config, tree, dtype = pair.config, pair.target, pair.dtype
     sliding, full = (sum(layer.kind == kind for layer in config.layers) for kind in (SLIDING, FULL))
@@ -90,6 +96,9 @@ def describe(
         images = images_of(target, pair)
         tower = f"{weight_count(images.tower):,} parameters, {show(images.nbytes)}"
         yield f"vision      {tower}; with images=True, up to {images.max_soft_tokens} tokens an image"
+    with contextlib.suppress(TypeError, ValueError):
+        sounds = sounds_of(target, pair)
+        yield f"audio       {weight_count(sounds.tower):,} parameters, {show(sounds.nbytes)}; with audio=True"
     if drafter in without_checkpoints():
         yield f"drafter     {drafter}, without weights; fits every target"
     elif drafter is not None:
@@ -117,12 +126,12 @@ def describe_plan(
     kv_dtype: str = "auto",
     mesh: str | None = None,
     learn: Learn | None = None,
-    images: Images | None = None,
+    towers: Sequence[Images | Sounds] = (),
 ) -> Iterator[str]:
     """Yields lines about how `jaxspec.load` would use a device's memory, in the checkpoint's dtype.
 
     card: the device, of whose memory JAX takes jax_fraction; None shows only what each part takes, with kernels. mesh: such as
-    "data=2,tensor=4"; the lines are about one of its devices. images: what `Images.read` gives, None without images. All else is as in
+    "data=2,tensor=4"; the lines are about one of its devices. towers: what `Images.read` and `Sounds.read` give. All else is as in
     `jaxspec.load`, errors too.
     """
     check_limits(memory_fraction, max_slots)
@@ -135,11 +144,11 @@ def describe_plan(
     room = None if card is None else int(memory_fraction * jax_fraction * card.memory)
     pays = card is not None and card.hopper
     limit = room
-    if images is not None and room is not None:
-        room -= images.bytes_needed(kernels)
+    if room is not None:
+        room -= sum(tower.bytes_needed(kernels) for tower in towers)
     placement = with_head_guides(placement, pair.target, pair.drafter, None, room, pays=pays)
     settings: dict[str, Any] = {"num_draft_tokens": count, "kernels": kernels, "placement": placement, "learn": learn}
-    settings["image_rows"] = 0 if images is None else images.max_soft_tokens
+    settings["insert_rows"] = max((tower.insert_rows for tower in towers), default=0)
     sizes, chosen = plan(pair, room, max_len=max_len, kv_dtype=kv_dtype, slots=wanted, default_slots=MAX_SLOTS, show=show, **settings)
     slots, pages = chosen.slots, chosen.pages
     snapshots = min(chosen.prefix_bytes // sizes.slot, slots)  # as Runner takes them
@@ -150,9 +159,9 @@ def describe_plan(
             yield f"            no kernels: the {card.name} runs XLA, whose attention takes more memory"
     with_guides = ", with guides of heads" if placement.head_guides else ""
     yield f"weights     {show(sizes.target)} target, {show(sizes.drafter)} drafter{with_guides}"
-    if images is not None:
-        work = images.bytes_needed(kernels) - images.nbytes
-        yield f"images      {show(images.nbytes)} tower, {show(work)} for images of {images.max_soft_tokens} tokens"
+    for tower in towers:
+        work = tower.bytes_needed(kernels) - tower.nbytes
+        yield f"{tower.folder:<11} {show(tower.nbytes)} tower, {show(work)} for {tower.largest}"
     if learn is not None:
         yield f"learning    {show(sizes.learnt)} kept, {show(sizes.learning)} for an update of {learn.batch} texts of {learn.length} tokens"
     yield f"slot        {show(sizes.slot)}: sliding rings {show(sizes.rings)}; all else {show(sizes.slot - sizes.rings)}"

@@ -137,11 +137,11 @@ class Gemma4:
             ids, positions, last = rows.ids, rows.positions, jnp.maximum(rows.count - 1, 0)
             x, through = self.embed(ids), None  # up to which position a row sees keys of sliding layers, if not its own
             if rows.inserted is not None:
-                image, inserted = rows.inserted.at(positions)
-                x = jnp.where(image[:, :, None], inserted.astype(x.dtype), x)
-                ids = jnp.where(image, config.pad_token_id or 0, ids)  # per-layer embeddings do not know the token of such a row
+                among, inserted = rows.inserted.at(positions)
+                x = jnp.where(among[:, :, None], inserted.astype(x.dtype), x)
+                ids = jnp.where(among, config.pad_token_id or 0, ids)  # per-layer embeddings do not know the token of such a row
                 if config.use_bidirectional_attention == "vision":
-                    through = jnp.where(image, rows.inserted.last[:, None], positions)
+                    through = rows.inserted.through(positions)
             per_layer = self.per_layer_inputs(ids, x, attention)
         cut = config.num_hidden_layers if wanted == "all" or rows.ids.shape[1] == 1 else last_row_layer(config, taps)
         shared = {layer.kv_source for layer in config.layers}

@@ -18,8 +18,8 @@ class Rows:
     count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
     sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0. packing: of rows that `packed` gave,
     else None. tree: whose rows these are, or None; then each row stands as far after `start` as it is deep, and sees of these rows its
-    ancestors and itself, and none of them is written to the cache: see `attention.store_path`. inserted: the images among them; None if all
-    are tokens.
+    ancestors and itself, and none of them is written to the cache: see `attention.store_path`. inserted: the images and sounds among them;
+    None if all are tokens.
     """
 
     ids: jax.Array
@@ -60,25 +60,26 @@ class Rows:
 
 @struct.dataclass
 class Inserted:
-    """An image among the rows of each of B sequences: all its rows, or none.
+    """An image, or a part of a sound, among the rows of each of B sequences: all its rows, or none.
 
     rows: [B, R, H], what stands in place of embeddings. begin: [B] int32, the position of the first. count: [B] int32, how many of the R
-    are the image's; 0 for no image.
+    are its; 0 for none. together: [B] bool, whether they see one another in targets that let images do so.
     """
 
     rows: jax.Array
     begin: jax.Array
     count: jax.Array
+    together: jax.Array
 
     def at(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which of the positions [B, T] are rows of the image, and what stands there, [B, T, H]; for the others anything."""
+        """Which of the positions [B, T] are such rows, and what stands there, [B, T, H]; for the others anything."""
         place = positions - self.begin[:, None]
         return (place >= 0) & (place < self.count[:, None]), take_rows(self.rows, jnp.clip(place, 0, self.rows.shape[1] - 1))
 
-    @property
-    def last(self) -> jax.Array:
-        """The position of the last: [B] int32."""
-        return self.begin + self.count - 1
+    def through(self, positions: jax.Array) -> jax.Array:
+        """Up to which position the rows at these see keys, where images see one another: [B, T] int32."""
+        together = self.at(positions)[0] & self.together[:, None]
+        return jnp.where(together, (self.begin + self.count - 1)[:, None], positions)
 
 
 @struct.dataclass

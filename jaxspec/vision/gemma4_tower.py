@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.media.layers import ClippableLinear, Projection, abstract_clippable, abstract_projection
 from jaxspec.model.layers import Linear, RMSNorm, Weight, last_axis, rms, rope_frequencies, rotate, turned
 from jaxspec.trees import told
 from jaxspec.vision.config import TowerConfig, VisionConfig
-from jaxspec.vision.projection import Projection, abstract_projection
 from pallas_kernels import device
 from pallas_kernels.dialect import HOPPER
 from pallas_kernels.paged_attention import by_kernel, paged_attention
@@ -22,24 +22,6 @@ from pallas_kernels.paged_attention import by_kernel, paged_attention
 # Queries whose scores with all keys are held at a time. At the most patches that the releases take, 10,080, those are 102 MB of float32.
 MOST_QUERIES = 2520
 LEAST_WIDTH = 16  # of a head in a kernel
-
-
-@struct.dataclass
-class ClippableLinear:
-    """A product whose inputs and outputs are kept within bounds, where there are bounds, which are scalars. [N, in] -> [N, out]."""
-
-    linear: Linear
-    input_min: Weight | None
-    input_max: Weight | None
-    output_min: Weight | None
-    output_max: Weight | None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return _clipped(self.linear(_clipped(x, self.input_min, self.input_max)), self.output_min, self.output_max)
-
-
-def _clipped(x: jax.Array, low: Weight | None, high: Weight | None) -> jax.Array:
-    return x if low is None else jnp.clip(x, low, high)
 
 
 @struct.dataclass
@@ -234,7 +216,7 @@ def abstract(config: VisionConfig, dtype: Any = jnp.bfloat16) -> Gemma4Vision:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def linear(inputs: int, outputs: int) -> ClippableLinear:
-        return ClippableLinear(Linear(leaf(outputs, inputs)), *(leaf() if tower.use_clipped_linears else None for _ in range(4)))
+        return abstract_clippable(inputs, outputs, tower.use_clipped_linears, dtype)
 
     def norm(width: int) -> RMSNorm:
         return RMSNorm(leaf(width), config.rms_norm_eps)

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import base64
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
 import io
-import os
-import re
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import checkpoint
-from jaxspec.checkpoint.changes import Change
-from jaxspec.checkpoint.files import CONVERTED, IMAGES
-from jaxspec.checkpoint.layout import layouts_of
-from jaxspec.checkpoint.load import QUANTISED
-from jaxspec.checkpoint.peft import Adapter
-from jaxspec.checkpoint.safetensors import FLOATS
+from jaxspec.checkpoint.files import IMAGES
 from jaxspec.checks import type_name
-from jaxspec.trees import leaves_by_path, nbytes
+from jaxspec.media.files import name_of, read_from
+from jaxspec.media.tower import AHEAD, KEPT, Media
 from jaxspec.vision import gemma4_tower, unified_embedder
 from jaxspec.vision.config import TowerConfig, VisionConfig, vision_config
 from jaxspec.vision.preprocessing import Preprocessing, read_preprocessing
 
-AHEAD = 8  # images whose rows are on their way into prompts
-KEPT = 16  # images whose rows are kept, on the device
 ORIENTATION = 0x0112  # the EXIF tag that says how an image is turned
 READING = threading.Lock()  # prompts may share a Pillow image, whose file is read when it is first used and by one thread at a time
-TIMEOUT = 60.0  # seconds without an answer from a server
-SHOWN = 200  # characters of a text, in an error
 EXPECTED = (
     "expected a PIL image, a NumPy array [height, width, 3] of uint8, the path or the bytes of an image file, or a URL that begins with "
     "data:, file://, http:// or https://"
 )
-# The first module of a tower's tensor, after what may stand before it, such as "model.".
-TOWER = re.compile(r"^((?:\w+\.)*?)(?:vision_tower|vision_embedder|embed_vision)\.")
-
-
-def is_part(key: str) -> bool:
-    """Whether a tensor of this name, in a checkpoint or an adapter, is one of a tower."""
-    return TOWER.match(key) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +40,6 @@ class Source:
     data: Any
     width: int
     height: int
-
-
-class Coming(str):
-    """The URL of an image that is being fetched."""
-
-    def __new__(cls, url: str, answer: concurrent.futures.Future[bytes]) -> Self:
-        """answer: what `fetched` gives for it."""
-        found = super().__new__(cls, url)
-        found.answer = answer
-        return found
-
-    answer: concurrent.futures.Future[bytes]
 
 
 class Prepared(NamedTuple):
@@ -149,11 +112,9 @@ def _name(image: Any) -> str:
         return f"a PIL image of mode {image.mode!r}"
     if isinstance(image, np.ndarray):
         return f"an array {list(image.shape)} of {image.dtype}"
-    if isinstance(image, bytes | bytearray | memoryview):
-        return f"{memoryview(image).nbytes} bytes"
-    if isinstance(image, str | os.PathLike):
-        text = os.fsdecode(image)
-        return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+    name = name_of(image)
+    if name is not None:
+        return name
     raise TypeError(f"an image is of type {type_name(image)}; {EXPECTED}")
 
 
@@ -161,35 +122,7 @@ def _data(image: Any) -> Any:
     """What an image is read from: a URL's bytes; anything else as it is."""
     if isinstance(image, np.ndarray) and (image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size):
         raise ValueError("it is not [height, width, 3] of uint8")
-    if not isinstance(image, str | os.PathLike):
-        return image
-    text = os.fsdecode(image)
-    if is_remote(text):
-        return image.answer.result() if isinstance(image, Coming) else fetched(text)
-    if text.startswith("data:"):
-        head, _, data = text.partition(",")
-        if not head.endswith(";base64"):
-            raise ValueError("the data of a data: URL must be in base64, after 'data:image/png;base64,'")
-        return base64.b64decode("".join(data.split()), validate=True)
-    if text.startswith("file://"):
-        return urllib.request.url2pathname(urllib.parse.urlsplit(text).path)
-    return os.path.expanduser(text)
-
-
-def is_remote(image: Any) -> bool:
-    """Whether it is a URL that is fetched from a server."""
-    return isinstance(image, str) and image.startswith(("http://", "https://"))
-
-
-def fetched(url: str) -> bytes:
-    """What a server has there. Raises what urllib raises."""
-    asked = urllib.request.Request(url, headers={"User-Agent": "jaxspec"})
-    try:
-        with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
-            return answer.read()
-    except urllib.error.HTTPError as error:  # it is an answer too
-        error.close()
-        raise
+    return read_from(image, "image")
 
 
 @contextlib.contextmanager
@@ -206,39 +139,18 @@ def _found(data: Any) -> Iterator[Any]:
             yield found
 
 
-def home(folder: Path) -> Path:
-    """Where a checkpoint has its tower. Raises ValueError for a converted one without."""
-    if not (folder / CONVERTED).exists():
-        return folder
-    if not (folder / IMAGES).is_dir():
-        raise ValueError(f"{folder} has no image tower: it was converted without one")
-    return folder / IMAGES
+class Images(Media):
+    """What makes rows of images."""
 
-
-class Images:
-    """What makes rows of images: the preprocessing and the tower of a checkpoint. Threads may share it."""
-
+    noun, section, folder = "image tower", "vision_config", IMAGES
+    modules = ("vision_tower", "vision_embedder", "embed_vision")
     source = staticmethod(source_of)
+    see_one_another = True
 
     def __init__(self, config: VisionConfig, preprocessing: Preprocessing, tower: Any):
+        super().__init__(tower)
         self.config = config
         self.preprocessing = preprocessing
-        self.tower = tower
-        self._kept = collections.OrderedDict[bytes, jax.Array]()  # the last to be used comes last
-        self._lock = threading.Lock()
-
-    @staticmethod
-    def is_in(folder: Path) -> bool:
-        """Whether a checkpoint has an image tower, of whatever kind."""
-        if (folder / CONVERTED).exists():
-            return (folder / IMAGES).is_dir()
-        return checkpoint.read_config(folder).get("vision_config") is not None and any(map(is_part, checkpoint.read_headers(folder)))
-
-    @classmethod
-    def load(cls, folder: Path, dtype: Any, max_soft_tokens: int | None = None) -> Images:
-        """Reads what a checkpoint says about images, and its tower onto the default device. Arguments and errors are those of `read` and
-        `with_weights`."""
-        return cls.read(folder, dtype, max_soft_tokens).with_weights(folder)
 
     @classmethod
     def read(cls, folder: Path, dtype: Any, max_soft_tokens: int | None = None) -> Images:
@@ -247,10 +159,9 @@ class Images:
         dtype: of the weights and rows, jnp.float32 or jnp.bfloat16. max_soft_tokens: the most rows of an image, one of 70, 140, 280, 560
         and 1120; by default the checkpoint's. Raises ValueError that says what is not served, for a checkpoint without an image tower too.
         """
-        folder = home(Path(folder))
-        config = vision_config(checkpoint.read_config(folder))
-        if config is None:
-            raise ValueError(f"{folder} has no image tower: its config.json has no vision_config")
+        folder = cls.home(Path(folder))
+        config = vision_config(cls.config_of(folder))
+        assert config is not None
         return cls.of(config, read_preprocessing(folder, config, max_soft_tokens), dtype)
 
     @classmethod
@@ -259,56 +170,30 @@ class Images:
         family = gemma4_tower if isinstance(config.tower, TowerConfig) else unified_embedder
         return cls(config, preprocessing, family.abstract(config, dtype))
 
-    def changes(self, adapter: Adapter) -> dict[str, Change]:
-        """What an adapter makes of the tower's weights, to be given to `with_weights`. Raises ValueError for one that does not fit."""
-        own = adapter.of(is_part)
-        if not own.tensors:
-            return {}
-        shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves_by_path(self.tower).items()}, layouts_of(self.tower)
-        names = {layouts(path, shapes)[-1][0].key: layouts(path, shapes)[0][0].key for path in shapes}  # an adapter has transformers'
-        return {names[key]: change for key, change in own.changes(self.tower, ("model.",), (), way=-1).items()}
-
-    def with_weights(self, folder: Path, changes: Mapping[str, Change] = MappingProxyType({})) -> Images:
-        """The same with the tower's weights on the default device. changes: those of an adapter. Raises ValueError that names what is
-        missing or not served: a quantised tower, tensors that are missing or of another shape."""
-        folder = home(Path(folder))
-        stored = checkpoint.read_headers(folder)
-        found = {key: match[1] for key in stored if (match := TOWER.match(key))}
-        if not found:
-            raise ValueError(f"{folder} has no image tower: its config.json has a vision_config, but its weights have no vision_tower")
-        for key in found:
-            if stored[key].dtype not in FLOATS or QUANTISED.search(key):
-                raise ValueError(
-                    f"{folder} holds its image tower quantised ({key} is {stored[key].describe()}); expected {' or '.join(FLOATS)}"
-                )
-        tower = checkpoint.load_weights(
-            folder,
-            self.tower,
-            prefixes=tuple(dict.fromkeys(found.values())),
-            skip=[key for key in stored if key not in found],
-            changes=changes,
-            progress=False,
-        )
-        return Images(self.config, self.preprocessing, tower)
-
     @property
     def max_soft_tokens(self) -> int:
         """The most rows of an image."""
         return self.preprocessing.max_soft_tokens
 
     @property
-    def image_token_id(self) -> int:
+    def token_id(self) -> int:
         """The token that stands in a prompt for each row."""
         return self.config.image_token_id
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tower's weights."""
-        return nbytes(self.tower)
+    def insert_rows(self) -> int:
+        return self.max_soft_tokens
+
+    @property
+    def largest(self) -> str:
+        return f"images of {self.max_soft_tokens} tokens"
+
+    @property
+    def text_settings(self) -> dict[str, Any]:
+        """By name, what texts with images depend on."""
+        return {"images": self.max_soft_tokens}
 
     def bytes_needed(self, kernels: bool) -> int:
-        """Bytes of a device for the weights, for what they compute of one image, and for rows of images. kernels: whether attention runs in
-        them, and holds no scores."""
         patches, tower = self.preprocessing.patches, self.config.tower
         size = jax.tree.leaves(self.tower)[0].dtype.itemsize
         found = self.nbytes + (KEPT + AHEAD) * self.max_soft_tokens * self.config.text_hidden_size * size
@@ -334,25 +219,15 @@ class Images:
     def rows(self, image: Any) -> jax.Array:
         """What a target reads in place of an image's token embeddings: [max_soft_tokens, text hidden] in the tower's dtype, of which the
         first `count` are the image's. Those of the last images are kept. image: what `prepared` gives or takes."""
-        pixels, digest = image if isinstance(image, Prepared) else self.prepared(image)
-        with self._lock:
-            rows = self._kept.pop(digest, None)
-        if rows is None:
-            rows = self.computed(*self.preprocessing.patched(pixels))
-        with self._lock:
-            self._kept[digest] = rows
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return rows
+        return self.kept_or_computed(image if isinstance(image, Prepared) else self.prepared(image))
 
-    def warmup(self) -> None:
-        """Compiles the tower, by an image of one soft token."""
+    def warmup(self) -> list[jax.Array]:
+        """Compiles the tower, by an image of one soft token. Returns its rows."""
         side = self.preprocessing.pool * self.preprocessing.patch
-        jax.block_until_ready(self.computed(*self.preprocessing.patched(np.zeros((side, side, 3), np.uint8))))
+        return [jax.block_until_ready(self.computed(Prepared(np.zeros((side, side, 3), np.uint8), b"")))]
 
-    def computed(self, patches: np.ndarray, positions: np.ndarray) -> jax.Array:
-        """What the tower makes of what `Preprocessing.patched` gives."""
-        return _run(self.tower, self.preprocessing.levels, patches, positions)
+    def computed(self, prepared: Prepared) -> jax.Array:
+        return _run(self.tower, self.preprocessing.levels, *self.preprocessing.patched(prepared.pixels))
 
 
 @jax.jit

@@ -13,39 +13,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.checkpoint.layout import Part
-from jaxspec.model.layers import Linear, Weight, last_axis
+from jaxspec.media.layers import BiasedLinear, LayerNorm, Projection, abstract_projection
+from jaxspec.model.layers import Weight
 from jaxspec.trees import told
 from jaxspec.vision.config import EmbedderConfig, VisionConfig
-from jaxspec.vision.projection import Projection, abstract_projection
 
 EPS = 1e-5  # of the norms with a mean, which no config names
-
-
-@struct.dataclass
-class LayerNorm:
-    """(x - mean) / deviation * weight + bias, in float32, rounded once at the end. weight, bias: [H]."""
-
-    weight: Weight
-    bias: Weight
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
-        weight, bias = (last_axis(vector.astype(jnp.float32), x.ndim) for vector in (self.weight, self.bias))
-        return (wide * weight + bias).astype(x.dtype)
-
-
-@struct.dataclass
-class BiasedLinear:
-    """x W^T + bias, rounded once. weight: [out, in], bias: [out]."""
-
-    weight: Weight
-    bias: Weight
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = Linear(self.weight)(x, dtype=jnp.float32)
-        return (wide + last_axis(self.bias.astype(jnp.float32), x.ndim)).astype(x.dtype)
 
 
 @struct.dataclass
@@ -95,7 +68,7 @@ def abstract(config: VisionConfig, dtype: Any = jnp.bfloat16) -> UnifiedVision:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def norm(width: int) -> LayerNorm:
-        return LayerNorm(leaf(width), leaf(width))
+        return LayerNorm(leaf(width), leaf(width), EPS)
 
     width, pixels = config.tower.mm_embed_dim, 3 * config.patch**2
     return UnifiedVision(

@@ -219,9 +219,9 @@ def mesh_of(tensor: Any, data: Any) -> Any:
     return None if tensor == data == 1 else sharding.mesh(data=data, tensor=tensor)
 
 
-def images_of(limits: Any, processing: Any) -> bool | int:
-    """`images` of `load`: prompts have images if `limits`, vLLM's limit_mm_per_prompt, allow any, or if `processing`, its
-    mm_processor_kwargs, says how they are prepared. Raises TypeError or ValueError."""
+def media_of(limits: Any, processing: Any) -> dict[str, bool | int]:
+    """`images` and `audio` of `load`: prompts have some if `limits`, vLLM's limit_mm_per_prompt, allow any, or, of images, if `processing`,
+    its mm_processor_kwargs, says how they are prepared. Raises TypeError or ValueError."""
     for name, given in (("limit_mm_per_prompt", limits), ("mm_processor_kwargs", processing)):
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{name} is {given!r}, expected a dict")
@@ -229,11 +229,14 @@ def images_of(limits: Any, processing: Any) -> bool | int:
     most = wanted.pop("max_soft_tokens", None)
     if wanted:
         raise ValueError(f"mm_processor_kwargs has {sorted(wanted)[0]!r}, which cannot be served; expected 'max_soft_tokens'")
-    count = (limits or {}).get("image", 0 if most is None else 1)
-    count = count.get("count", 1) if isinstance(count, Mapping) else count
-    if not integer("limit_mm_per_prompt['image']", count, 0):
-        return False
-    return True if most is None else integer("mm_processor_kwargs['max_soft_tokens']", most, 1)
+
+    def allowed(kind: str, default: int) -> bool:
+        count = (limits or {}).get(kind, default)
+        count = count.get("count", 1) if isinstance(count, Mapping) else count
+        return integer(f"limit_mm_per_prompt[{kind!r}]", count, 0) > 0
+
+    tokens = True if most is None else integer("mm_processor_kwargs['max_soft_tokens']", most, 1)
+    return {"images": allowed("image", 0 if most is None else 1) and tokens, "audio": allowed("audio", 0)}
 
 
 def structure_of(config: Mapping[str, Any] | None) -> tuple[dict[str, bool], list[str]]:
@@ -310,6 +313,7 @@ def in_their_names() -> Iterator[None]:
         ours = {here: theirs for theirs, here in RENAMED.items()}
         told = str(error).replace(f"drafter is {SAME!r}", "speculative_config has no 'model'")
         told = told.replace("images=True", "limit_mm_per_prompt={'image': 1}")
+        told = told.replace("audio=True", "limit_mm_per_prompt={'audio': 1}")
         told = told.replace("images=1120", "mm_processor_kwargs={'max_soft_tokens': 1120}")
         told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], told)
         if told == str(error):

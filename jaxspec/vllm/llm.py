@@ -66,12 +66,12 @@ class LLM:
     speculative_config: a dict with "model", a drafter's checkpoint, or "method" "ngram" (with "prompt_lookup_max", "prompt_lookup_min"),
     and "num_speculative_tokens". "method" may say what the checkpoint is: "mtp", "eagle3", "dflash", "dspark" or "draft_model".
 
-    generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm",
-    by which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
+    generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm", by
+    which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
     "disable_any_whitespace" and "disable_additional_properties" hold for all requests. chat_template: a template, or a file of one, in
-    place of the checkpoint's. limit_mm_per_prompt, mm_processor_kwargs: prompts may have images, any number of them, if the former allows
-    some, as {"image": 1} does; the latter may have "max_soft_tokens". enable_prefix_caching: prompts that begin alike are computed once
-    whatever it says.
+    place of the checkpoint's. limit_mm_per_prompt, mm_processor_kwargs: prompts may have images and sounds, any number of them, if the
+    former allows some, as {"image": 1, "audio": 1} does; the latter may have "max_soft_tokens". enable_prefix_caching: prompts that begin
+    alike are computed once whatever it says.
 
     others: more arguments of vLLM. Those that only tune it are accepted, and a warning names them. Raises ValueError, with the reason,
     for one that cannot be served; TypeError, with the nearest name, for one that vLLM has not; and what `load` raises.
@@ -122,7 +122,7 @@ class LLM:
         self._structure, unread = arguments.structure_of(structured_outputs_config)
         mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
         quantize = arguments.quantize_of(model, quantization, hub)
-        images = arguments.images_of(limit_mm_per_prompt, mm_processor_kwargs)
+        media = arguments.media_of(limit_mm_per_prompt, mm_processor_kwargs)
         unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
         unheard += [f"override_generation_config[{name!r}]" for name in overrides if name not in GENERATION]
         arguments.tell_without_effect([*tuning, *ignored, *unread, *unheard])
@@ -140,7 +140,7 @@ class LLM:
                 revision=revision,
                 token=hf_token,
                 cache_dir=download_dir,
-                images=images,
+                **media,
                 **drafting,
             )
         generation = checkpoint.read_generation_config(checkpoint.resolve(model, hub)) if generation_config == "auto" else {}
@@ -161,8 +161,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes prompts and returns a result for each, in order.
 
-        prompts: a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids", and with "multi_modal_data" for images; or
-        several of these.
+        prompts: a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids", and with "multi_modal_data" for images and
+        sounds; or several of these.
         sampling_params: one for all, or one for each; None takes `get_default_sampling_params()`. use_tqdm: whether to show a progress
         bar, or what makes one. Raises what `jaxspec.LLM.generate` raises, and ValueError for other arguments that cannot be served.
         """

@@ -13,7 +13,7 @@ class FakeLLM:
 
     name, progress, max_len, target, learning = "fake", False, 32, (), None
     text_settings = MappingProxyType({"model": "fake", "max_len": 32, "dtype": "float32"})
-    settings = SimpleNamespace(image_rows=0)
+    media = ()
     tokenizer = SimpleNamespace(encode=lambda text: [ord(c) % 100 for c in text])
 
     def __init__(self, dies=None, fails=(), raises=None, poison=None):

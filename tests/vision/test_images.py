@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from transformers.image_utils import load_image
 
+from jaxspec.media import tower
 from jaxspec.vision import Images, images, opened
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (10, 14, 3), dtype=np.uint8)
@@ -174,7 +175,7 @@ def loaded(kind: str = "plain") -> Images:
 def test_an_image_in_a_prompt():
     for kind in ("plain", "unified"):
         found = loaded(kind)
-        assert (found.image_token_id, found.max_soft_tokens) == (258_880, 70)
+        assert (found.token_id, found.max_soft_tokens) == (258_880, 70)
         assert found.tokens(2) == [255_999, 258_880, 258_880, 258_882]
         assert 0 < found.count(PIXELS) == found.count(DATA) <= len(found.rows(PIXELS)) == 70
 
@@ -195,7 +196,7 @@ def test_rows_of_the_last_images_are_kept(monkeypatch):
     monkeypatch.setattr(images, "_run", lambda *args: runs.append(0) or run(*args))
     first = found.rows(PIXELS)
     assert found.rows(DATA) is first
-    monkeypatch.setattr(images, "KEPT", 2)
+    monkeypatch.setattr(tower, "KEPT", 2)
     grey = [np.full((height, 70 - height, 3), 9, np.uint8) for height in (10, 60)]
     assert [found.rows(image).shape for image in grey] == [(70, 24), (70, 24)] and len(runs) == 3
     assert found.rows(grey[0]) is found.rows(grey[0]) and len(runs) == 3

@@ -121,7 +121,7 @@ def test_tokens_are_those_of_transformers(kind):
     llm, images = loaded(kind), [picture(1, (30, 50)), picture(2, (64, 20))]
     prompt = {"prompt": "def <unused5>read(<unused5>path):", "multi_modal_data": {"image": images}}
     answer = llm.generate(prompt, GREEDY)[0]
-    assert answer.prompt_token_ids.count(IMAGE) == sum(map(llm._pictures.tower.count, images)) > 60
+    assert answer.prompt_token_ids.count(IMAGE) == sum(map(llm._inserts.towers["image"].count, images)) > 60
     same(answer, expected(kind, answer.prompt_token_ids, images))
     other = llm.generate({**prompt, "multi_modal_data": {"image": images[::-1]}}, GREEDY)[0]
     assert abs(logprobs(other)[0] - logprobs(answer)[0]) > 1e-2
@@ -200,7 +200,7 @@ def test_what_a_model_of_the_hub_says_of_images_is_downloaded(tmp_path, monkeypa
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert jaxspec.load("someone/model", images=True, max_len=64, progress=False).settings.image_rows == 70
+    assert jaxspec.load("someone/model", images=True, max_len=64, progress=False).settings.insert_rows == 70
 
 
 def test_a_batch_of_messages_with_images(tmp_path):
@@ -329,7 +329,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 from jaxspec.engine.fetches import Fetches
 from jaxspec.vision.images import source_of
-with Fetches() as fetches:
+with Fetches(["image"]) as fetches:
     prompt = fetches.begin({{"multi_modal_data": {{"image": sys.argv[1]}}}})
     source_of(prompt["multi_modal_data"]["image"])
 """
@@ -346,7 +346,7 @@ with Fetches() as fetches:
 
 def test_nothing_is_fetched_for_a_text_model(together):
     asked = together(1)
-    with fetches.Fetches(with_images=False) as nothing:
+    with fetches.Fetches(()) as nothing:
         given = about("http://somewhere/0.png")
         assert nothing.begin(given) is given and list(nothing.ahead([given])) == [given]
     assert not asked
@@ -363,7 +363,7 @@ def test_an_adapter_of_the_tower_is_merged(kind, text, tmp_path):
     before, wanted = (np.asarray(Images.load(folder, jnp.float32, 70).rows(image)) for folder in (made.target, made.merged))
     assert np.abs(before - wanted).max() > 0.1 * np.abs(wanted).max()
     llm = jaxspec.load(made.target, adapter=made.adapter, images=70, max_len=128, max_slots=1, progress=False)
-    np.testing.assert_allclose(llm._pictures.tower.rows(image), wanted, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(llm._inserts.towers["image"].rows(image), wanted, atol=1e-4, rtol=1e-4)
     converted = jaxspec.convert(made.target, tmp_path / "converted", adapter=made.adapter, progress=False)
     np.testing.assert_allclose(Images.load(converted, jnp.float32, 70).rows(image), wanted, atol=1e-4, rtol=1e-4)
 

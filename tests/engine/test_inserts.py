@@ -20,9 +20,9 @@ from jaxspec import SamplingParams
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.buckets import Buckets
+from jaxspec.engine.inserts import Inserts
 from jaxspec.engine.learn import Learning
 from jaxspec.engine.llm import LLM
-from jaxspec.engine.pictures import Pictures
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
@@ -58,7 +58,7 @@ class Drawn:
 class Tower:
     """What stands for an image tower."""
 
-    image_token_id = IMAGE
+    token_id, see_one_another, text_settings = IMAGE, True, types.MappingProxyType({"images": MOST})
 
     def source(self, image):
         if not isinstance(image, Drawn):
@@ -85,6 +85,7 @@ class Tower:
 
     def warmup(self):
         self.warm = True
+        return []
 
 
 @functools.cache
@@ -95,8 +96,8 @@ def target():
 @functools.cache
 def llm_of(drafter, pages=None, slots=3, tower=True):
     sizes = {"max_slots": slots, "max_len": MAX_LEN, "num_draft_tokens": 0 if drafter is NoDraft else 3, "page_size": PAGE}
-    settings = Settings(**sizes, kv_pages=pages, image_rows=MOST if tower else 0, progress=False)
-    return LLM(target(), drafter(), tiny.Letters(), settings, images=Tower() if tower else None)
+    settings = Settings(**sizes, kv_pages=pages, insert_rows=MOST if tower else 0, progress=False)
+    return LLM(target(), drafter(), tiny.Letters(), settings, towers={"image": Tower()} if tower else {})
 
 
 def asked(*parts):
@@ -120,7 +121,7 @@ def first_token(*parts):
         for begin in range(0, len(ids), 4 if rows is None else len(ids)):
             some = ids[begin : begin + 4] if rows is None else ids
             cache, _ = paged.reserve(cache, 0 * one, (at + len(some)) * one, len(some))
-            inserted = None if rows is None else Inserted(rows, at * one, len(some) * one)
+            inserted = None if rows is None else Inserted(rows, at * one, len(some) * one, one != 0)
             block = Rows(jnp.asarray([some], jnp.int32), at * one, len(some) * one, 0 * one, inserted=inserted)
             out, cache = model(block, cache)
             logits, at = model.unembed(out.hidden)[0, -1], at + len(some)
@@ -169,7 +170,7 @@ def test_texts_do_not_depend_on_drafts_company_room_or_what_is_kept(pages):
 def test_what_is_queued_behind_an_image_without_pages_is_not_computed(monkeypatch):
     """Those rows are fewer, and there would be pages for them."""
     monkeypatch.setattr(Buckets, "prefill", [(1, 8)])
-    monkeypatch.setattr(Buckets, "images", [(1, 16)])
+    monkeypatch.setattr(Buckets, "inserts", [(1, 16)])
     llm, lacking, queued = llm_of.__wrapped__(NoDraft), [], []
     prompt = asked(WORDS[1], Drawn(6, 12), WORDS[2])
     expected = llm.generate(prompt, GREEDY)[0].token_ids
@@ -276,9 +277,10 @@ def test_prompts_as_a_processor_writes_them():
     for middle in ([IMAGE], [OPENING, IMAGE, CLOSING], [OPENING, *[IMAGE] * 5, CLOSING]):
         prompt = {"prompt_token_ids": [*WORDS[0], *middle, *WORDS[1]], "multi_modal_data": {"image": image}}
         assert llm.generate(prompt, GREEDY)[0].token_ids == answers()[0].token_ids
-    placed = Pictures(Tower(), "<image>").placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], [image, Drawn(2, 3)])
+    inserts = Inserts({"image": Tower()}, MOST, {"image": "<image>"})
+    placed = inserts.placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], {"image": [image, Drawn(2, 3)]})
     assert placed.ids == [5, OPENING, *[IMAGE] * 5, CLOSING, 7, OPENING, *[IMAGE] * 3, CLOSING, 9]
-    assert [(picture.begin, picture.end) for picture in placed.pictures] == [(2, 7), (10, 13)]
+    assert [(picture.begin, picture.end) for picture in placed.inserts] == [(2, 7), (10, 13)]
     assert [placed.length_of(n) for n in range(8)] == [0, 1, 8, 9, 10, 13, 14, 15]
 
 
@@ -288,7 +290,11 @@ def test_what_cannot_be_read_is_refused_by_name():
     for data, error, words in (
         ({"image": [image, image]}, ValueError, "prompt 0: 2 images and 1 image tokens .*, 62. are given; expected one for each image"),
         ({"image": "cat.png"}, TypeError, "prompt 0: an image is of type str"),
-        ({"audio": [1.0]}, ValueError, "'multi_modal_data' of prompt 0 has 'audio'; only images can be read"),
+        (
+            {"audio": [1.0]},
+            ValueError,
+            "has 'audio', expected 'image' alone; to hear sounds, load with audio=True",
+        ),
         ([image], TypeError, "'multi_modal_data' of prompt 0 is of type list, expected a dict with 'image'"),
     ):
         with pytest.raises(error, match=words):
@@ -301,7 +307,9 @@ def test_what_cannot_be_read_is_refused_by_name():
     with pytest.raises(ValueError, match="prompt 0 has 97 tokens; expected at most 95"):
         llm.generate({"prompt_token_ids": [5] * 89 + ids[1:], "multi_modal_data": {"image": image}})
     for logprobs in ({"prompt_logprobs": 1}, {"logprobs": -1}, {"logprobs": 50}):
-        with pytest.raises(ValueError, match="prompt 0 has images, of which prompt_logprobs and more than 20 logprobs cannot be served"):
+        with pytest.raises(
+            ValueError, match="prompt 0 has images or sounds, of which prompt_logprobs and more than 20 logprobs cannot be served"
+        ):
             llm.generate(asked(*PROMPTS[0]), SamplingParams(**logprobs))
     with pytest.raises(ValueError, match="'multi_modal_data', which cannot be served: .*images=True"):
         llm_of(NoDraft, tower=False).generate(asked(*PROMPTS[0]))
@@ -330,7 +338,7 @@ def test_others_go_on_while_an_image_is_decoded(monkeypatch):
             assert decoded.wait(60)
         return image
 
-    monkeypatch.setattr(llm._pictures.tower, "prepared", prepared)
+    monkeypatch.setattr(llm._inserts.towers["image"], "prepared", prepared)
     order = []
     for answer in llm.as_completed([(asked(WORDS[1], Drawn(9)), GREEDY), (asked(*PROMPTS[0]), GREEDY), (asked(*PROMPTS[3]), GREEDY)]):
         order.append(answer.prompt_index)
@@ -345,7 +353,7 @@ def test_the_tower_is_warmed_up_too(monkeypatch):
     llm = llm_of(NoDraft)
     monkeypatch.setattr("jaxspec.engine.llm.warm_up", lambda *_: None)
     llm.warmup()
-    assert llm._pictures.tower.warm
+    assert llm._inserts.towers["image"].warm
 
 
 def test_a_thread_that_outlives_the_main_one_reads_images(monkeypatch):
@@ -355,7 +363,7 @@ def test_a_thread_that_outlives_the_main_one_reads_images(monkeypatch):
         raise RuntimeError("cannot schedule new futures after shutdown")
 
     llm = llm_of(NoDraft)
-    for pool in (llm._pictures._decoding, llm._pictures._computing):
+    for pool in (llm._inserts._decoding, llm._inserts._computing):
         monkeypatch.setattr(pool, "submit", refused)
     with pytest.raises(RuntimeError, match="this image has no rows"):
         llm.generate(asked(WORDS[0], Drawn(-1)), GREEDY)

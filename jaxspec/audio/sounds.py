@@ -1,0 +1,238 @@
+"""Sounds of a checkpoint: opened, brought to its sampling rate, and turned into rows by its tower."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.audio import gemma4_tower, unified_embedder
+from jaxspec.audio.config import AudioConfig, TowerConfig, audio_config
+from jaxspec.audio.features import SAMPLING_RATE, Frames, Mel, read_features
+from jaxspec.checkpoint.files import AUDIO
+from jaxspec.checks import type_name
+from jaxspec.media.files import name_of, read_from
+from jaxspec.media.tower import AHEAD, KEPT, Media
+
+PART_ROWS = 256  # of a sound that a call computes, where images do not ask for more
+LEAST_ROWS = 192  # of the smallest program that runs a tower: 7.7 seconds; others take twice as many, 4 times, ...
+SIZES = 3  # of such programs that are compiled at warm-up: up to 30 seconds
+EXPECTED = (
+    f"expected an array of samples [n] of floats, {SAMPLING_RATE:,} a second, (samples, rate), a dict with 'array' and 'sampling_rate', "
+    "the path or the bytes of a sound file, or a URL that begins with data:, file://, http:// or https://"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A sound that is known to be one, as far as its beginning tells. name: what an error calls it. data: samples [n] float32, the bytes of
+    a file, or a path. length: in samples, of which there are `rate` a second."""
+
+    name: str
+    data: Any
+    length: int
+    rate: int
+
+    @property
+    def samples(self) -> int:
+        """Its length at the towers' sampling rate."""
+        return -(-self.length * SAMPLING_RATE // self.rate)
+
+
+class Prepared(NamedTuple):
+    """What a tower reads of a sound. features: [frames, F] float32. digest: equal for sounds with the same features alone."""
+
+    features: np.ndarray
+    digest: bytes
+
+
+def check_libraries() -> None:
+    """Raises ImportError without soundfile and soxr."""
+    try:
+        import soundfile  # noqa: F401
+        import soxr  # noqa: F401
+    except ImportError as error:
+        raise ImportError("sounds need soundfile and soxr: pip install soundfile soxr") from error
+
+
+def source_of(sound: Any) -> Source:
+    """Looks at a sound without decoding it; one behind a URL is fetched.
+
+    sound: samples [n] of floats, at 16,000 a second, as an array or a list; (samples, rate), or a dict with "array" and "sampling_rate", as
+    datasets have it; a path, the bytes of a sound file, or a URL that begins with data:, file://, http:// or https://; a `Source` stays as
+    it is. Raises ImportError without soundfile and soxr, TypeError for something else, and ValueError, which names the sound, for what
+    cannot be read.
+    """
+    if isinstance(sound, Source):
+        return sound
+    check_libraries()
+    name = name_of(sound)
+    if name is None:
+        return _of_samples(sound)
+    with _explained(name):
+        data = read_from(sound, "audio")
+        with _opened(data) as found:
+            return Source(name, data, found.frames, found.samplerate)
+
+
+def _of_samples(sound: Any) -> Source:
+    given, rate = sound, SAMPLING_RATE
+    if isinstance(sound, Mapping) and "array" in sound:
+        given, rate = sound["array"], sound.get("sampling_rate", SAMPLING_RATE)
+    elif isinstance(sound, list | tuple) and len(sound) == 2 and not isinstance(sound[0], int | float):
+        given, rate = sound
+    if not isinstance(given, list | tuple) and not hasattr(given, "__array__"):
+        raise TypeError(f"a sound is of type {type_name(sound)}; {EXPECTED}")
+    array = np.asarray(given)
+    name = f"an array {list(array.shape)} of {array.dtype}"
+    with _explained(name):
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.floating):
+            raise ValueError("it is not [n] of floats")
+        if isinstance(rate, bool) or not isinstance(rate, int | float | np.number) or not 1 <= rate == int(rate):
+            raise ValueError(f"its rate is {rate!r}")
+        return Source(name, array.astype(np.float32), len(array), int(rate))
+
+
+def samples_of(source: Source) -> np.ndarray:
+    """Samples of one channel, the mean of all, at the towers' sampling rate: [samples] float32. Raises ValueError for a damaged file."""
+    import soxr
+
+    with _explained(source.name):
+        samples = source.data
+        if not isinstance(samples, np.ndarray):
+            with _opened(source.data) as found:
+                samples = found.read(dtype="float32", always_2d=True).mean(axis=1)
+        if len(samples) != source.length:
+            raise ValueError(f"it ends after {len(samples):,} samples, but begins as one of {source.length:,}")
+        if not np.all(np.isfinite(samples)):
+            raise ValueError("it has samples that are not finite")
+        if source.rate == SAMPLING_RATE:
+            return samples
+        found = soxr.resample(samples, source.rate, SAMPLING_RATE, quality="HQ")[: source.samples]
+        return np.pad(found, (0, source.samples - len(found)))
+
+
+@contextlib.contextmanager
+def _opened(data: Any) -> Iterator[Any]:
+    import soundfile
+
+    with soundfile.SoundFile(data if isinstance(data, str) else io.BytesIO(data)) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Raises ValueError, with the name of a sound, in place of what soundfile and others raise where they cannot read it."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name} cannot be read as a sound: {str(error) or type_name(error)}; {EXPECTED}") from error
+
+
+class Sounds(Media):
+    """What makes rows of sounds."""
+
+    noun, section, folder = "audio tower", "audio_config", AUDIO
+    modules = ("audio_tower", "embed_audio")
+    see_one_another = False
+
+    def __init__(self, config: AudioConfig, features: Mel | Frames, tower: Any):
+        super().__init__(tower)
+        self.config = config
+        self.features = features
+
+    @classmethod
+    def read(cls, folder: Path, dtype: Any) -> Sounds:
+        folder = cls.home(Path(folder))
+        config = audio_config(cls.config_of(folder))
+        assert config is not None
+        return cls.of(config, read_features(folder, config), dtype)
+
+    @classmethod
+    def of(cls, config: AudioConfig, features: Mel | Frames, dtype: Any) -> Sounds:
+        """The same without a checkpoint."""
+        family = gemma4_tower if isinstance(config.tower, TowerConfig) else unified_embedder
+        return cls(config, features, family.abstract(config, dtype))
+
+    @property
+    def token_id(self) -> int:
+        """The token that stands in a prompt for each row."""
+        return self.config.audio_token_id
+
+    @property
+    def insert_rows(self) -> int:
+        return PART_ROWS
+
+    @property
+    def largest(self) -> str:
+        return "sounds of 30 seconds"
+
+    @property
+    def text_settings(self) -> dict[str, Any]:
+        """By name, what texts with sounds depend on."""
+        return {"audio": True}
+
+    def bytes_needed(self, kernels: bool) -> int:
+        rows, size, tower = LEAST_ROWS << SIZES - 1, jax.tree.leaves(self.tower)[0].dtype.itemsize, self.config.tower
+        found = self.nbytes + (KEPT + AHEAD) * rows * self.config.text_hidden_size * size
+        if not isinstance(tower, TowerConfig):
+            return found
+        frames, first = 4 * rows, tower.subsampling_conv_channels[0]
+        convolved = frames // 2 * tower.num_places * 2 * first * (4 + 2 * size)
+        context = tower.attention_chunk_size + tower.attention_context_left + tower.attention_context_right
+        scores = rows * context * (3 * tower.num_attention_heads + 2 * tower.hidden_size // tower.attention_chunk_size) * 4
+        return found + max(convolved, scores + rows * 8 * tower.hidden_size * size)
+
+    def source(self, sound: Any) -> Source:
+        """`source_of`, for a sound that is as long as the tower can read. Raises ValueError for another one too."""
+        source = source_of(sound)
+        most, seconds = self.features.most_samples, source.samples / SAMPLING_RATE
+        if most is not None and source.samples > most:
+            longest = most // SAMPLING_RATE
+            raise ValueError(f"{source.name} lasts {seconds:.2f} seconds; the tower hears {longest} at most: cut it into parts")
+        if not self.features.count(source.samples):
+            raise ValueError(f"{source.name} lasts {seconds:.4f} seconds, which are too few to hear anything")
+        return source
+
+    def count(self, sound: Any) -> int:
+        """How many rows a sound has. Argument and errors are those of `source`."""
+        return -(-self.features.count(self.source(sound).samples) // self.features.frames_a_row)
+
+    def tokens(self, count: int) -> list[int]:
+        """The tokens of a sound of so many rows in a prompt: its beginning, one for each row, its end."""
+        return [self.config.boa_token_id, *[self.config.audio_token_id] * count, self.config.eoa_token_index]
+
+    def prepared(self, sound: Any) -> Prepared:
+        """Decodes a sound. Argument and errors are those of `source`, and ValueError for a damaged file."""
+        features = self.features.of(samples_of(self.source(sound)))
+        return Prepared(features, hashlib.sha256(b"%d %d " % features.shape + features.tobytes()).digest())
+
+    def rows(self, sound: Any) -> jax.Array:
+        """What a target reads in place of a sound's token embeddings: [R, text hidden] in the tower's dtype, of which the first `count` are
+        the sound's. Those of the last sounds are kept. sound: what `prepared` gives or takes."""
+        return self.kept_or_computed(sound if isinstance(sound, Prepared) else self.prepared(sound))
+
+    def warmup(self) -> list[jax.Array]:
+        """Compiles the tower for sounds up to 30 seconds. Returns rows of each size that it gives."""
+        frames = (np.zeros(((LEAST_ROWS << i) * self.features.frames_a_row, self.features.feature_size), np.float32) for i in range(SIZES))
+        return [jax.block_until_ready(self.computed(Prepared(each, b""))) for each in frames]
+
+    def computed(self, prepared: Prepared) -> jax.Array:
+        features, size = prepared.features, LEAST_ROWS * self.features.frames_a_row
+        while size < len(features):
+            size *= 2
+        return _run(self.tower, np.pad(features, ((0, size - len(features)), (0, 0))), len(features))
+
+
+@jax.jit
+def _run(tower: Any, features: jax.Array, count: jax.Array) -> jax.Array:
+    return tower(features, count)

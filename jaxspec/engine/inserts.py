@@ -1,0 +1,277 @@
+"""What stands in prompts beside tokens: images and sounds, at which rows they stand, and what those rows are."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.interrupts import begun
+
+# Types of content that are an image or a sound: which of them, and where such a part has it.
+PARTS = {
+    "image": ("image", ("image", "url", "path", "base64")),
+    "image_url": ("image", ("image_url",)),
+    "image_pil": ("image", ("image_pil",)),
+    "audio": ("audio", ("audio", "url", "path", "base64")),
+    "audio_url": ("audio", ("audio_url",)),
+    "input_audio": ("audio", ("input_audio",)),
+}
+ARTICLES = {"image": "an image", "audio": "a sound"}
+THREADS = 4  # that decode images and sounds beside the device's calls
+
+
+class Tower(Protocol):
+    """What turns images, or sounds, into rows of a prompt: see `vision.Images` and `audio.Sounds`. Here, each is a medium."""
+
+    @property
+    def token_id(self) -> int:
+        """The token that stands for such a row."""
+        ...
+
+    @property
+    def see_one_another(self) -> bool:
+        """Whether all rows of a medium may see one another, so that one call computes them. If not, each sees those before it."""
+        ...
+
+    @property
+    def text_settings(self) -> Mapping[str, Any]:
+        """By name, what texts with such media depend on beside the media and the weights."""
+        ...
+
+    def source(self, medium: Any, /) -> Any:
+        """Looks at a medium; one that was looked at stays as it is. Raises TypeError or ValueError for what is none, as far as its
+        beginning tells."""
+        ...
+
+    def count(self, medium: Any, /) -> int:
+        """How many rows a medium has that was looked at."""
+        ...
+
+    def tokens(self, count: int) -> list[int]:
+        """What stands in a prompt for a medium of so many rows: its beginning, a token for each row, its end."""
+        ...
+
+    def prepared(self, medium: Any, /) -> Any:
+        """Decodes a medium that was looked at. Its `digest` tells it from others. Raises ValueError for one that cannot be decoded."""
+        ...
+
+    def rows(self, medium: Any, /) -> Any:
+        """What a target reads in place of the embeddings of a prepared medium's tokens: an array [R, H] of the device or the host, of which
+        the first `count` are the medium's. R is one of few."""
+        ...
+
+    def warmup(self) -> Sequence[Any]:
+        """Compiles what `rows` runs. Returns arrays of all shapes that it gives."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class Insert:
+    """A medium in a prompt, or a part of one. One call computes all its rows."""
+
+    begin: int  # the position of its first row
+    count: int  # of its rows
+    prepare: Callable[[], concurrent.futures.Future[Any]]  # see `Tower.prepared`; the same for all parts of a medium
+    compute: Callable[[Any], concurrent.futures.Future[Any]]  # from that to its rows
+    offset: int = 0  # the rows of its medium before it
+    see_one_another: bool = True  # whether its rows do
+    prepared: concurrent.futures.Future[Any] | None = None  # None until `decode`
+    _found: concurrent.futures.Future[Any] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.count
+
+    @property
+    def place(self) -> tuple[int, int, bool]:
+        """What calls are told of it: see `model.rows.Inserted`."""
+        return self.begin, self.count, self.see_one_another
+
+    def decode(self) -> concurrent.futures.Future[Any]:
+        """Begins to decode it, on another thread, if that has not begun."""
+        if self.prepared is None:
+            self.prepared = self.prepare()
+        return self.prepared
+
+    @property
+    def decoded(self) -> bool:
+        """Whether that is over, however it went."""
+        return self.prepared is not None and self.prepared.done()
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot be decoded; None if it can, or if that is not known yet. Raises any other error."""
+        error = self.decode().exception() if self.decoded else None
+        if error is not None and not isinstance(error, ValueError):
+            raise error
+        return None if error is None else str(error)
+
+    @functools.cached_property
+    def key(self) -> np.ndarray:
+        """[count] int32, below 0: what stands for its rows where prompts are compared, since the tokens are those of any medium. Equal for
+        equal media, and different in nearly every row for others. Once it is decoded."""
+        seed = np.frombuffer(self.decode().result().digest, np.uint32)
+        return np.random.default_rng(seed).integers(-(2**31), 0, self.offset + self.count, np.int32)[self.offset :]
+
+    def start(self) -> None:
+        """Begins to compute its rows, on another thread."""
+        if self._found is None:
+            self._found = self.compute(self.decode().result())
+
+    def rows(self) -> Any:
+        """Its rows, as many as an insert has at most, of which the first `count` count: an array [R, H] of the device or the host. Waits
+        for what the host does for them, and forgets them. Raises what computing them raised."""
+        found = self._found or self.compute(self.decode().result())
+        self._found = None
+        return found.result()
+
+
+class Placed(NamedTuple):
+    """A prompt with room for the rows of its media."""
+
+    ids: list[int]
+    inserts: tuple[Insert, ...]
+    grown: list[tuple[int, int]]  # where in the given ids it has grown, and by how many
+
+    def length_of(self, given: int) -> int:
+        """How many of its tokens the first `given` of the given ones have become."""
+        return given + sum(more for at, more in self.grown if at < given)
+
+
+class Inserts:
+    """Makes the inserts of prompts.
+
+    towers: by what they read, "image" or "audio". rows: of an insert at most; a medium with more rows, which see not one another, has
+    parts. texts: those of the towers' tokens, for errors.
+    """
+
+    def __init__(self, towers: Mapping[str, Tower], rows: int, texts: Mapping[str, str]):
+        self.towers, self.rows, self._texts = dict(towers), rows, texts
+        self._kinds = {tower.token_id: kind for kind, tower in self.towers.items()}
+        # Apart, since media of several requests are decoded at once, and rows are wanted of one after the other.
+        self._decoding = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="jaxspec-media")
+        self._computing = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jaxspec-media")
+
+    def are_in(self, ids: Any) -> bool:
+        """Whether tokens of media are among these."""
+        return any(token in ids for token in self._kinds)
+
+    def placed(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> Placed:
+        """A prompt with one token for each medium, or with all of a medium's tokens, which a processor of transformers writes.
+
+        media: by kind, what `Tower.source` takes. Raises TypeError or ValueError."""
+        found, inserts, grown = list[int](), list[Insert](), list[tuple[int, int]]()
+        left = {kind: collections.deque(media.get(kind, ())) for kind in self.towers}
+        places = dict.fromkeys(self.towers, 0)
+        at = 0
+        while at < len(ids):
+            kind = self._kinds.get(ids[at])
+            if kind is not None:
+                places[kind] += 1
+            if kind is None or not left[kind]:
+                found.append(ids[at])
+                at += 1
+                continue
+            tower = self.towers[kind]
+            source = tower.source(left[kind].popleft())
+            count = tower.count(source)
+            opening, *middle, closing = tower.tokens(count)
+            written = len(found) > 0 and found[-1] == opening
+            whole = written and list(ids[at : at + count]) == middle
+            if not written:
+                found.append(opening)
+            inserts += self._inserts(tower, source, len(found), count)
+            found += middle if written else [*middle, closing]
+            taken = count if whole else 1
+            grown.append((at, count - taken + (0 if written else 2)))
+            at += taken
+        for kind, tower in self.towers.items():
+            given = len(media.get(kind, ()))
+            if given != places[kind]:
+                noun = {"image": "image", "audio": "sound"}[kind]
+                raise ValueError(
+                    f"{given} {noun}{'' if given == 1 else 's'} and {places[kind]} {kind} tokens ({self._texts[kind]}, {tower.token_id}) "
+                    f"are given; expected one for each {noun}"
+                )
+        return Placed(found, tuple(inserts), grown)
+
+    def _inserts(self, tower: Tower, source: Any, begin: int, count: int) -> list[Insert]:
+        """The parts of a medium whose first row is at `begin`."""
+        prepare = functools.cache(functools.partial(begun, self._decoding, functools.partial(tower.prepared, source)))
+        return [
+            Insert(
+                begin=begin + at,
+                count=min(self.rows, count - at),
+                prepare=prepare,
+                compute=functools.partial(self._computed, tower, at),
+                offset=at,
+                see_one_another=tower.see_one_another,
+            )
+            for at in range(0, count, self.rows)
+        ]
+
+    def _computed(self, tower: Tower, at: int, prepared: Any) -> concurrent.futures.Future[Any]:
+        return begun(self._computing, lambda: self._cut(tower.rows(prepared), at))
+
+    def _cut(self, rows: Any, at: int) -> Any:
+        """So many rows of a medium as an insert has at most, from one on."""
+        return rows if not at and len(rows) == self.rows else _cut(rows, at, self.rows)
+
+    def warmup(self) -> None:
+        """Compiles what computes rows, on another thread, where no interrupt cuts it short."""
+        for tower in self.towers.values():
+            begun(self._computing, lambda tower=tower: [self._cut(rows, 0) for rows in tower.warmup()]).result()
+
+    def close(self) -> None:
+        for pool in (self._decoding, self._computing):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _cut(rows: jax.Array, at: int, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(jnp.pad(rows, ((0, count), (0, 0))), at, count)
+
+
+def are_several(given: Any) -> bool:
+    """Whether what a prompt has under one name is a list of media. A list of numbers is one sound, and so is (samples, rate)."""
+    return isinstance(given, list | tuple) and not any(isinstance(each, numbers.Real) for each in given[:2])
+
+
+def taken_out(messages: Any, kinds: Sequence[str]) -> tuple[Any, dict[str, list[Any]]]:
+    """(messages, media by kind) of a conversation: for each medium of these kinds that content has as a part there is {"type": kind} in
+    its place, in which form templates read it. Parts are those of transformers ("image" and "audio"), of OpenAI and of vLLM: see `PARTS`.
+    Raises ValueError for one without a medium. What is no message stays, to be refused by its name."""
+    media: dict[str, list[Any]] = {kind: [] for kind in kinds}
+
+    def without(i: int, part: Any) -> Any:
+        name = part.get("type") if isinstance(part, Mapping) else None
+        kind, fields = PARTS.get(name, (None, ())) if isinstance(name, str) else (None, ())
+        if kind not in media:
+            return part
+        found = next((part[field] for field in fields if part.get(field) is not None), None)
+        # OpenAI has {"url": ...}, which may say how finely it is read, and {"data": ..., "format": ...}; datasets have {"array": ...}.
+        if isinstance(found, Mapping) and "array" not in found:
+            data = found.get("data")
+            found = found.get("url") if data is None else f"data:audio/{found.get('format')};base64,{data}"
+        elif found is not None and found is part.get("base64"):
+            found = f"data:{kind};base64,{found}"
+        if found is None:
+            expected = " or ".join(map(repr, fields))
+            raise ValueError(f"message {i} holds content of type {name!r} without {ARTICLES[kind]}; expected it as {expected}")
+        media[kind].append(found)
+        return {"type": kind}
+
+    def read(i: int, message: Any) -> Any:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        return {**message, "content": [without(i, part) for part in content]} if isinstance(content, list | tuple) else message
+
+    return ([read(i, message) for i, message in enumerate(messages)] if isinstance(messages, list | tuple) else messages), media

@@ -1,0 +1,173 @@
+"""A tower of a checkpoint: read beside its text model, and run over one image or sound after the other."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import copy
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, Self
+
+import jax
+
+from jaxspec import checkpoint
+from jaxspec.checkpoint.changes import Change
+from jaxspec.checkpoint.files import CONVERTED
+from jaxspec.checkpoint.layout import layouts_of
+from jaxspec.checkpoint.load import QUANTISED
+from jaxspec.checkpoint.peft import Adapter
+from jaxspec.checkpoint.safetensors import FLOATS
+from jaxspec.trees import leaves_by_path, nbytes
+
+AHEAD = 8  # media whose rows are on their way into prompts
+KEPT = 16  # media whose rows are kept, on the device
+
+
+class Prepared(Protocol):
+    """A medium that is decoded. digest: equal for media that give the same rows alone."""
+
+    @property
+    def digest(self) -> bytes: ...
+
+
+class Media(abc.ABC):
+    """What makes rows of images, or of sounds: how a checkpoint prepares them, and its tower. Threads may share it."""
+
+    noun: ClassVar[str]  # what errors call the tower
+    section: ClassVar[str]  # of config.json, which says what it is
+    modules: ClassVar[tuple[str, ...]]  # the first modules of its tensors' names, after what may stand before these, such as "model."
+    folder: ClassVar[str]  # that a converted checkpoint has it in
+
+    tower: Any  # weights or their shapes
+
+    def __init__(self, tower: Any):
+        self.tower = tower
+        self._kept = collections.OrderedDict[bytes, jax.Array]()  # the last to be used comes last
+        self._lock = threading.Lock()
+
+    @classmethod
+    @abc.abstractmethod
+    def read(cls, folder: Path, dtype: Any) -> Self:
+        """What a checkpoint's configs say; of the tower there are shapes alone. dtype: of the weights and rows, jnp.float32 or
+        jnp.bfloat16. Raises ValueError that says what is not served, for a checkpoint without such a tower too."""
+
+    @property
+    @abc.abstractmethod
+    def insert_rows(self) -> int:
+        """The most rows of one medium, or of a part of one, that a call computes."""
+
+    @property
+    @abc.abstractmethod
+    def largest(self) -> str:
+        """The media that memory is planned for, in words."""
+
+    @abc.abstractmethod
+    def bytes_needed(self, kernels: bool) -> int:
+        """Bytes of a device for the weights, for what they compute of the largest medium, and for rows of media. kernels: whether attention
+        may run in them, and hold no scores."""
+
+    @abc.abstractmethod
+    def computed(self, prepared: Any) -> jax.Array:
+        """What the tower makes of a prepared medium: rows [R, text hidden], of which the first are the medium's."""
+
+    @classmethod
+    def prefix_of(cls, key: str) -> str | None:
+        """What stands before the tower's first module in the name of a tensor, in a checkpoint or an adapter; None if it is none of it."""
+        found = re.match(rf"((?:\w+\.)*?)(?:{'|'.join(cls.modules)})\.", key)
+        return None if found is None else found[1]
+
+    @classmethod
+    def is_part(cls, key: str) -> bool:
+        """Whether a tensor of this name is the tower's."""
+        return cls.prefix_of(key) is not None
+
+    @classmethod
+    def home(cls, folder: Path) -> Path:
+        """Where a checkpoint has its tower. Raises ValueError for a converted one without."""
+        if not (folder / CONVERTED).exists():
+            return folder
+        if not (folder / cls.folder).is_dir():
+            raise ValueError(f"{folder} has no {cls.noun}: it was converted without one")
+        return folder / cls.folder
+
+    @classmethod
+    def config_of(cls, folder: Path) -> Mapping[str, Any]:
+        """The config.json of a folder that `home` gave. Raises ValueError for one that says nothing of such a tower."""
+        config = checkpoint.read_config(folder)
+        if config.get(cls.section) is None:
+            raise ValueError(f"{folder} has no {cls.noun}: its config.json has no {cls.section}")
+        return config
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        """Whether a checkpoint has such a tower, of whatever kind."""
+        if (folder / CONVERTED).exists():
+            return (folder / cls.folder).is_dir()
+        return checkpoint.read_config(folder).get(cls.section) is not None and any(map(cls.is_part, checkpoint.read_headers(folder)))
+
+    @classmethod
+    def load(cls, folder: Path, dtype: Any, *settings: Any) -> Self:
+        """Reads what a checkpoint says, and its tower onto the default device. Arguments and errors are those of `read` and
+        `with_weights`."""
+        return cls.read(folder, dtype, *settings).with_weights(folder)
+
+    def changes(self, adapter: Adapter) -> dict[str, Change]:
+        """What an adapter makes of the tower's weights, to be given to `with_weights`. Raises ValueError for one that does not fit."""
+        own = adapter.of(self.is_part)
+        if not own.tensors:
+            return {}
+        shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves_by_path(self.tower).items()}, layouts_of(self.tower)
+        names = {layouts(path, shapes)[-1][0].key: layouts(path, shapes)[0][0].key for path in shapes}  # an adapter has transformers'
+        return {names[key]: change for key, change in own.changes(self.tower, ("model.",), (), way=-1).items()}
+
+    def with_weights(self, folder: Path, changes: Mapping[str, Change] = MappingProxyType({})) -> Self:
+        """The same with the tower's weights on the default device. changes: those of an adapter. Raises ValueError that names what is
+        missing or not served: a quantised tower, tensors that are missing or of another shape."""
+        folder = self.home(Path(folder))
+        stored = checkpoint.read_headers(folder)
+        found = {key: prefix for key in stored if (prefix := self.prefix_of(key)) is not None}
+        if not found:
+            raise ValueError(
+                f"{folder} has no {self.noun}: its config.json has a {self.section}, but its weights have no {self.modules[0]}"
+            )
+        for key in found:
+            if stored[key].dtype not in FLOATS or QUANTISED.search(key):
+                raise ValueError(
+                    f"{folder} holds its {self.noun} quantised ({key} is {stored[key].describe()}); expected {' or '.join(FLOATS)}"
+                )
+        tower = checkpoint.load_weights(
+            folder,
+            self.tower,
+            prefixes=tuple(dict.fromkeys(found.values())),
+            skip=[key for key in stored if key not in found],
+            changes=changes,
+            progress=False,
+        )
+        return self.with_tower(tower)
+
+    def with_tower(self, tower: Any) -> Self:
+        """The same with another tower of these shapes."""
+        made = copy.copy(self)
+        Media.__init__(made, tower)
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tower's weights."""
+        return nbytes(self.tower)
+
+    def kept_or_computed(self, prepared: Prepared) -> jax.Array:
+        """`computed`, or what it was for an equal medium; that of the last ones is kept."""
+        with self._lock:
+            rows = self._kept.pop(prepared.digest, None)
+        if rows is None:
+            rows = self.computed(prepared)
+        with self._lock:
+            self._kept[prepared.digest] = rows
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return rows
