@@ -67,15 +67,15 @@ def source_of(sound: Any) -> Source:
 
     sound: samples [n] of floats, at 16,000 a second, as an array or a list; (samples, rate), or a dict with "array" and "sampling_rate", as
     datasets have it; a path, the bytes of a sound file, or a URL that begins with data:, file://, http:// or https://; a `Source` stays as
-    it is. Raises ImportError without soundfile and soxr, TypeError for something else, and ValueError, which names the sound, for what
-    cannot be read.
+    it is. Raises ImportError for a file or another rate without soundfile and soxr, TypeError for something else, and ValueError, which
+    names the sound, for what cannot be read.
     """
     if isinstance(sound, Source):
         return sound
-    check_libraries()
     name = name_of(sound)
     if name is None:
         return _of_samples(sound)
+    check_libraries()
     with _explained(name):
         data = read_from(sound, "audio")
         with _opened(data) as found:
@@ -97,13 +97,13 @@ def _of_samples(sound: Any) -> Source:
             raise ValueError("it is not [n] of floats")
         if isinstance(rate, bool) or not isinstance(rate, int | float | np.number) or not 1 <= rate == int(rate):
             raise ValueError(f"its rate is {rate!r}")
-        return Source(name, array.astype(np.float32), len(array), int(rate))
+    if rate != SAMPLING_RATE:
+        check_libraries()
+    return Source(name, array.astype(np.float32), len(array), int(rate))
 
 
 def samples_of(source: Source) -> np.ndarray:
     """Samples of one channel, the mean of all, at the towers' sampling rate: [samples] float32. Raises ValueError for a damaged file."""
-    import soxr
-
     with _explained(source.name):
         samples = source.data
         if not isinstance(samples, np.ndarray):
@@ -115,6 +115,8 @@ def samples_of(source: Source) -> np.ndarray:
             raise ValueError("it has samples that are not finite")
         if source.rate == SAMPLING_RATE:
             return samples
+        import soxr
+
         found = soxr.resample(samples, source.rate, SAMPLING_RATE, quality="HQ")[: source.samples]
         return np.pad(found, (0, source.samples - len(found)))
 

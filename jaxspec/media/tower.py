@@ -131,9 +131,7 @@ class Media(abc.ABC):
         stored = checkpoint.read_headers(folder)
         found = {key: prefix for key in stored if (prefix := self.prefix_of(key)) is not None}
         if not found:
-            raise ValueError(
-                f"{folder} has no {self.noun}: its config.json has a {self.section}, but its weights have no {self.modules[0]}"
-            )
+            raise ValueError(f"{folder} has no {self.noun}: its config.json has {self.section}, but its weights have no {self.modules[0]}")
         for key in found:
             if stored[key].dtype not in FLOATS or QUANTISED.search(key):
                 raise ValueError(

@@ -284,7 +284,7 @@ def test_tensors_that_do_not_fit_are_named(change, error, changed):
 
 def test_a_checkpoint_without_a_tower_says_so(changed):
     folder = changed(lambda tensors: {key: value for key, value in tensors.items() if "vision" not in key})
-    with pytest.raises(ValueError, match="has no image tower: its config.json has a vision_config, but its weights have no vision_tower"):
+    with pytest.raises(ValueError, match="has no image tower: its config.json has vision_config, but its weights have no vision_tower"):
         Images.load(folder, jnp.float32, 70)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vision_config": None}))

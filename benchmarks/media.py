@@ -1,9 +1,9 @@
-"""Times prompts with images: `python benchmarks/images.py e2b mtp --k 3`.
+"""Times prompts with images, or with sounds: `python benchmarks/media.py e2b mtp --k 3`, with `--audio 10` for sounds of ten seconds.
 
-Weights are random and of a released model's shape, its image tower's too; images are random pixels, each another one; nothing ends a text
-before its last token, and drafts are accepted at given rates. Everything is compiled and has run before the clock starts. Prints a Markdown
-table: what the tower takes for one image, on the device and with all that the host does; one prompt and its first token, with an image and
-with as many tokens of text; and a job of many prompts in both ways. Medians with the least and the most.
+Weights are random and of a released model's shape, its tower's too; images are random pixels and sounds are noise, each another one;
+nothing ends a text before its last token, and drafts are accepted at given rates. Everything is compiled and has run before the clock
+starts. Prints a Markdown table: what the tower takes for one image, without decoding and with all that the host does; one prompt and its
+first token, with an image and with as many tokens of text; and a job of many prompts in both ways. Medians with the least and the most.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from PIL import Image
 
 from jaxspec import SamplingParams, checkpoint, released
 from jaxspec.bench.random_weights import random_weights
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4, help="tokens drafted in each round (default: 4)")
     parser.add_argument("--soft-tokens", type=int, default=280, help="of an image at most (default: 280)")
     parser.add_argument("--size", type=int, nargs=2, default=(1024, 768), help="pixels of an image (default: 1024 768)")
+    parser.add_argument("--audio", type=float, metavar="SECONDS", help="sounds of so many seconds in place of images")
     parser.add_argument("--text", type=int, default=64, help="tokens of text in a prompt (default: 64)")
     parser.add_argument("--prompts", type=int, default=64, help="of the job (default: 64)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each (default: 128)")
@@ -51,57 +52,62 @@ def main() -> None:
     placement = placement_of(None)
     placement = with_head_guides(placement, *trees, None, memory_limit(jax.devices()[0]), pays=guide_pays())
     target, drafter = (placement.spread(tree) for tree in random_weights(tuple(placement.place(tree) for tree in trees), 0))
-    images = released.images_of(args.config, dtype, args.soft_tokens)
-    images = images.with_tower(random_weights(images.tower, 1))
+    rng = np.random.default_rng(0)
+
+    def medium() -> Any:
+        if args.audio is not None:
+            return rng.normal(size=int(args.audio * 16_000)).astype(np.float32) / 10
+        return rng.integers(0, 256, (*args.size[::-1], 3), np.uint8)
+
+    if args.audio is None:
+        kind, media, what = "image", released.images_of(args.config, dtype, args.soft_tokens), f"{args.size[0]} x {args.size[1]} pixels"
+    else:
+        kind, media, what = "audio", released.sounds_of(args.config, dtype), f"{args.audio} seconds"
+    media, named = media.with_tower(random_weights(media.tower, 1)), {"image": "an image", "audio": "a sound"}[kind]
+    count = media.count(medium())
     settings = Settings(
         num_draft_tokens=args.k,
         max_slots=args.slots,
-        max_len=args.text + args.soft_tokens + args.tokens + 64,
+        max_len=args.text + count + args.tokens + 64,
         accept=synthetic(RATES[: args.k]),
-        insert_rows=args.soft_tokens,
+        insert_rows=media.insert_rows,
         prefix_bytes=0,
         progress=False,
     )
-    llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement, towers={"image": images})
+    llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement, towers={kind: media})
     llm.warmup(SamplingParams(temperature=0))
-    rng = np.random.default_rng(0)
 
-    def picture() -> Image.Image:
-        return Image.fromarray(rng.integers(0, 256, (*args.size[::-1], 3), np.uint8))
-
-    count = images.count(picture())
-
-    def prompt(with_image: bool) -> dict:
+    def prompt(with_medium: bool) -> dict:
         ids = rng.integers(5, 4000, args.text).tolist()
-        if not with_image:
+        if not with_medium:
             return {"prompt_token_ids": ids + rng.integers(5, 4000, count + 2).tolist()}
-        return {"prompt_token_ids": [*ids, images.token_id], "multi_modal_data": {"image": picture()}}
+        return {"prompt_token_ids": [*ids, media.token_id], "multi_modal_data": {kind: medium()}}
 
-    def generated(with_image: bool, prompts: int, tokens: int) -> Callable[[], None]:
+    def generated(with_medium: bool, prompts: int, tokens: int) -> Callable[[], None]:
         def run() -> None:
             llm.generate(given.pop(), SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
 
-        given = [[prompt(with_image) for _ in range(prompts)] for _ in range(args.repeats + 1)]
+        given = [[prompt(with_medium) for _ in range(prompts)] for _ in range(args.repeats + 1)]
         return run
 
     def rows() -> None:
-        images.rows(pictures.pop())
+        jax.block_until_ready(media.rows(fresh.pop()))
 
     def tower() -> None:
-        jax.block_until_ready(images.computed(*patched))
+        jax.block_until_ready(media.computed(prepared))
 
-    pictures = [picture() for _ in range(args.repeats + 1)]
-    patched = images.preprocessing.patched(images.prepared(picture()).pixels)
-    what = {
-        f"the tower alone, an image of {count} tokens, ms": tower,
-        f"an image of {args.size[0]} x {args.size[1]} pixels, ms": rows,
-        "one prompt with an image, to its first token, ms": generated(True, 1, 1),
+    fresh = [medium() for _ in range(args.repeats + 1)]
+    prepared = media.prepared(medium())
+    timed = {
+        f"the tower, {named} of {count} tokens that is decoded, ms": tower,
+        f"{named} of {what}, ms": rows,
+        f"one prompt with {named}, to its first token, ms": generated(True, 1, 1),
         "as many tokens of text, ms": generated(False, 1, 1),
-        f"{args.prompts} prompts with an image each, ms": generated(True, args.prompts, args.tokens),
+        f"{args.prompts} prompts with {named} each, ms": generated(True, args.prompts, args.tokens),
         f"{args.prompts} prompts of text, ms": generated(False, args.prompts, args.tokens),
     }
     print(f"| {args.config} | median | least | most |\n|---|---|---|---|")
-    for name, run in what.items():
+    for name, run in timed.items():
         run()
         found = []
         for _ in range(args.repeats):
