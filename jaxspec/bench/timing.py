@@ -324,7 +324,7 @@ def _prefill_all(plan: BenchPlan, target: Any, drafter: Any, rate: float, stage:
     for length in plan.prefill:
         chunk = min(work.prefill_chunk, length)
         settings = {"chunk": chunk, "round": dataclasses.replace(work.round, needs=_free(work.round.needs))}
-        columns = [np.asarray([[0, length, length, 0, begin, 0, 0]], np.int32) for begin in range(0, length, chunk)]
+        columns = [np.asarray([[0, length, length, 0, begin, 0, 0, 0]], np.int32) for begin in range(0, length, chunk)]
         stage(f"prompt of {length}: compile")
         for ends in (True, *((False,) if length > chunk and spares(target, drafter) else ())):
             function = flat(on(functools.partial(prefill, ends=ends, **settings), WHOLE), models, form)
