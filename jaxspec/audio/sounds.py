@@ -19,7 +19,7 @@ from jaxspec.audio.features import SAMPLING_RATE, Frames, Mel, read_features
 from jaxspec.checkpoint.files import AUDIO
 from jaxspec.checks import type_name
 from jaxspec.media.files import name_of, read_from
-from jaxspec.media.tower import AHEAD, KEPT, Media
+from jaxspec.media.tower import AHEAD, KEPT, Held, Media
 
 PART_ROWS = 256  # of a sound that a call computes, where images do not ask for more
 LEAST_ROWS = 192  # of the smallest program that runs a tower: 7.7 seconds; others take twice as many, 4 times, ...
@@ -232,9 +232,9 @@ class Sounds(Media):
         features, size = prepared.features, LEAST_ROWS * self.features.frames_a_row
         while size < len(features):
             size *= 2
-        return _run(self.tower, np.pad(features, ((0, size - len(features)), (0, 0))), len(features))
+        return _run(self.held, np.pad(features, ((0, size - len(features)), (0, 0))), len(features))
 
 
 @jax.jit
-def _run(tower: Any, features: jax.Array, count: jax.Array) -> jax.Array:
-    return tower(features, count)
+def _run(held: Held, features: jax.Array, count: jax.Array) -> jax.Array:
+    return held.tower(features, count)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import abc
 import collections
 import copy
+import functools
+import math
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.changes import Change
@@ -32,6 +37,51 @@ class Prepared(Protocol):
 
     @property
     def digest(self) -> bytes: ...
+
+
+class Form:
+    """What a tree is but for its arrays. Its hash is computed once."""
+
+    def __init__(self, tree: Any):
+        leaves, self._structure = jax.tree.flatten(tree)
+        self.shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+        self._hash = hash((self._structure, self.shapes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Form) and (self.shapes, self._structure) == (other.shapes, other._structure))
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+@struct.dataclass
+class Held:
+    """A tower for calls: its matrices, and its vectors and scalars in one array, since handing over each array takes time."""
+
+    large: tuple[jax.Array, ...]
+    small: jax.Array
+    form: Form = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, tower: Any) -> Held:
+        """Of weights on a device, of one dtype."""
+        leaves = jax.tree.leaves(tower)
+        vectors = [np.asarray(leaf).reshape(-1) for leaf in leaves if leaf.ndim < 2]
+        small = jnp.asarray(np.concatenate(vectors) if vectors else np.zeros(0, leaves[0].dtype))
+        return cls(tuple(leaf for leaf in leaves if leaf.ndim > 1), small, Form(tower))
+
+    @property
+    def tower(self) -> Any:
+        """The tower, within a call."""
+        large, leaves, at = iter(self.large), list[jax.Array](), 0
+        for shape in self.form.shapes:
+            size = math.prod(shape)
+            leaves.append(next(large) if len(shape) > 1 else self.small[at : at + size].reshape(shape))
+            at += 0 if len(shape) > 1 else size
+        return self.form.tree(leaves)
 
 
 class Media(abc.ABC):
@@ -150,8 +200,14 @@ class Media(abc.ABC):
     def with_tower(self, tower: Any) -> Self:
         """The same with another tower of these shapes."""
         made = copy.copy(self)
+        vars(made).pop("held", None)
         Media.__init__(made, tower)
         return made
+
+    @functools.cached_property
+    def held(self) -> Held:
+        """The tower for calls, on the device where its weights are."""
+        return Held.of(self.tower)
 
     @property
     def nbytes(self) -> int:

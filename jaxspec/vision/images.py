@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec.checkpoint.files import IMAGES
 from jaxspec.checks import type_name
 from jaxspec.media.files import name_of, read_from
-from jaxspec.media.tower import AHEAD, KEPT, Media
+from jaxspec.media.tower import AHEAD, KEPT, Held, Media
 from jaxspec.vision import gemma4_tower, unified_embedder
 from jaxspec.vision.config import TowerConfig, VisionConfig, vision_config
 from jaxspec.vision.preprocessing import Preprocessing, read_preprocessing
@@ -227,9 +227,9 @@ class Images(Media):
         return [jax.block_until_ready(self.computed(Prepared(np.zeros((side, side, 3), np.uint8), b"")))]
 
     def computed(self, prepared: Prepared) -> jax.Array:
-        return _run(self.tower, self.preprocessing.levels, *self.preprocessing.patched(prepared.pixels))
+        return _run(self.held, self.preprocessing.levels, *self.preprocessing.patched(prepared.pixels))
 
 
 @jax.jit
-def _run(tower: Any, levels: jax.Array, patches: jax.Array, positions: jax.Array) -> jax.Array:
-    return tower(jnp.take(levels, patches, axis=0), positions)
+def _run(held: Held, levels: jax.Array, patches: jax.Array, positions: jax.Array) -> jax.Array:
+    return held.tower(jnp.take(levels, patches, axis=0), positions)
