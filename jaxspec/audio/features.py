@@ -1,4 +1,4 @@
-"""From a sound's samples to what a tower reads, with NumPy alone.
+"""From a sound's samples to what a tower reads.
 
 Facts: transformers `feature_extraction_gemma4.py` and `feature_extraction_gemma4_unified.py` 5.24, whose numbers these are.
 """
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.audio.config import AudioConfig, EmbedderConfig
@@ -35,27 +37,27 @@ class Mel:
     mel_floor: float = 1e-3
     per_bin_mean: tuple[float, ...] | None = None
     per_bin_stddev: tuple[float, ...] | None = None
-    frame_length: int = 320  # samples
-    hop_length: int = 160
+    hop_length = 160  # samples from one frame to the next
+    frame_length = 2 * hop_length
     most_samples = MOST_SAMPLES
     frames_a_row = 4  # of a tower's rows
 
     def count(self, samples: int) -> int:
         """The frames of a sound of so many samples that lie within it. The first is centred at its beginning."""
-        return max((samples - self.frame_length // 2 - 1) // self.hop_length + 1, 0)
+        return max((samples - self.hop_length - 1) // self.hop_length + 1, 0)
 
-    def of(self, samples: np.ndarray) -> np.ndarray:
-        """samples: [N] float32 -> [count(N), feature_size] float32."""
-        count, length = self.count(len(samples)), self.frame_length
-        scaled = np.pad(samples * np.float32(self.input_scale_factor), (length // 2, 0))
-        frames = np.lib.stride_tricks.sliding_window_view(scaled, length)[: count * self.hop_length : self.hop_length]
-        loudness = np.abs(np.fft.rfft(frames * np.hanning(length + 1)[:-1].astype(np.float32), n=self.fft_length))
-        found = np.log(loudness @ self.filters + self.mel_floor)
+    def of(self, samples: jax.Array) -> jax.Array:
+        """samples: [N * hop_length] float32 -> [N, feature_size] float32."""
+        hops = (samples * self.input_scale_factor).reshape(-1, self.hop_length)
+        frames = jnp.concatenate([jnp.concatenate([jnp.zeros_like(hops[:1]), hops[:-1]]), hops], axis=1)
+        window = np.hanning(self.frame_length + 1)[:-1].astype(np.float32)
+        loudness = jnp.abs(jnp.fft.rfft(frames * window[None, :], n=self.fft_length))
+        found = jnp.log(jnp.matmul(loudness, self.filters.astype(np.float32), precision="highest") + self.mel_floor)
         if self.per_bin_mean is not None:
-            found = found - np.asarray(self.per_bin_mean)
+            found = found - np.asarray(self.per_bin_mean, np.float32)[None, :]
         if self.per_bin_stddev is not None:
-            found = found / np.asarray(self.per_bin_stddev)
-        return found.astype(np.float32)
+            found = found / np.asarray(self.per_bin_stddev, np.float32)[None, :]
+        return found
 
     @property
     def fft_length(self) -> int:
@@ -80,13 +82,18 @@ class Frames:
     most_samples = None
     frames_a_row = 1
 
+    @property
+    def hop_length(self) -> int:
+        """Samples from one frame to the next."""
+        return self.feature_size
+
     def count(self, samples: int) -> int:
         """The frames of a sound of so many samples."""
         return -(-samples // self.feature_size)
 
-    def of(self, samples: np.ndarray) -> np.ndarray:
-        """samples: [N] float32 -> [count(N), feature_size] float32."""
-        return np.pad(samples, (0, -len(samples) % self.feature_size)).reshape(-1, self.feature_size)
+    def of(self, samples: jax.Array) -> jax.Array:
+        """samples: [N * hop_length] float32 -> [N, feature_size] float32."""
+        return samples.reshape(-1, self.feature_size)
 
 
 def read_features(folder: Path, config: AudioConfig) -> Mel | Frames:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
@@ -47,9 +48,9 @@ class Source:
 
 
 class Prepared(NamedTuple):
-    """What a tower reads of a sound. features: [frames, F] float32. digest: equal for sounds with the same features alone."""
+    """A sound that is decoded. samples: [n] float32, 16,000 a second. digest: equal for sounds with the same samples alone."""
 
-    features: np.ndarray
+    samples: np.ndarray
     digest: bytes
 
 
@@ -215,8 +216,8 @@ class Sounds(Media):
 
     def prepared(self, sound: Any) -> Prepared:
         """Decodes a sound. Argument and errors are those of `source`, and ValueError for a damaged file."""
-        features = self.features.of(samples_of(self.source(sound)))
-        return Prepared(features, hashlib.sha256(b"%d %d " % features.shape + features.tobytes()).digest())
+        samples = samples_of(self.source(sound))
+        return Prepared(samples, hashlib.sha256(samples.tobytes()).digest())
 
     def rows(self, sound: Any) -> jax.Array:
         """What a target reads in place of a sound's token embeddings: [R, text hidden] in the tower's dtype, of which the first `count` are
@@ -225,16 +226,20 @@ class Sounds(Media):
 
     def warmup(self) -> list[jax.Array]:
         """Compiles the tower for sounds up to 30 seconds. Returns rows of each size that it gives."""
-        frames = (np.zeros(((LEAST_ROWS << i) * self.features.frames_a_row, self.features.feature_size), np.float32) for i in range(SIZES))
-        return [jax.block_until_ready(self.computed(Prepared(each, b""))) for each in frames]
+        samples = LEAST_ROWS * self.features.frames_a_row * self.features.hop_length
+        sounds = (Prepared(np.zeros(samples << i, np.float32), b"") for i in range(SIZES))
+        return [jax.block_until_ready(self.computed(sound)) for sound in sounds]
 
     def computed(self, prepared: Prepared) -> jax.Array:
-        features, size = prepared.features, LEAST_ROWS * self.features.frames_a_row
-        while size < len(features):
+        frames, size = self.features.count(len(prepared.samples)), LEAST_ROWS * self.features.frames_a_row
+        while size < frames:
             size *= 2
-        return _run(self.held, np.pad(features, ((0, size - len(features)), (0, 0))), len(features))
+        samples = np.zeros(size * self.features.hop_length, np.float32)
+        known = prepared.samples[: len(samples)]  # what follows lies in no frame
+        samples[: len(known)] = known
+        return _run(self.held, samples, frames, features=self.features)
 
 
-@jax.jit
-def _run(held: Held, features: jax.Array, count: jax.Array) -> jax.Array:
-    return held.tower(features, count)
+@functools.partial(jax.jit, static_argnames="features")
+def _run(held: Held, samples: jax.Array, frames: jax.Array, *, features: Mel | Frames) -> jax.Array:
+    return held.tower(features.of(samples), frames)

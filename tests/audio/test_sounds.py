@@ -140,7 +140,7 @@ def test_what_is_warmed_up_compiles_nothing_more():
 def test_rows_of_the_last_sounds_are_kept(monkeypatch):
     """By what is heard, whatever it comes as."""
     found, run, runs = loaded(), sounds._run, []
-    monkeypatch.setattr(sounds, "_run", lambda *args: runs.append(0) or run(*args))
+    monkeypatch.setattr(sounds, "_run", lambda *args, **more: runs.append(0) or run(*args, **more))
     monkeypatch.setattr(tower, "KEPT", 2)
     first = found.rows(SOUND)
     assert found.rows(written(SOUND)) is first and len(runs) == 1
