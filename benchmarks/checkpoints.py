@@ -63,7 +63,7 @@ def _write(folder: Path, name: str, layers: int | None) -> None:
     from jaxspec.checkpoint import layout
     from jaxspec.checkpoint.files import INDEX_FILE
     from jaxspec.model import gemma4
-    from jaxspec.model.config import Gemma4Config
+    from jaxspec.model.gemma4_config import Gemma4Config
     from jaxspec.trees import leaves_by_path
 
     config = json.loads(json.dumps(released.TARGETS[name]))

@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # what type checkers see of the two tables below
     from jaxspec.batch.job import BatchResult, run_batch
     from jaxspec.converting import convert
     from jaxspec.decode import accept
+    from jaxspec.engine.acceptance_watch import AcceptanceWarning
     from jaxspec.engine.completion import Chunk, Completion, Logprob
     from jaxspec.engine.llm import LLM
     from jaxspec.engine.params import SamplingParams
@@ -16,7 +17,8 @@ if TYPE_CHECKING:  # what type checkers see of the two tables below
     from jaxspec.generator import Generator
     from jaxspec.learning.settings import Learn
     from jaxspec.loading import load
-    from jaxspec.model import config, gemma4
+    from jaxspec.model import gemma4
+    from jaxspec.model import gemma4_config as config
     from jaxspec.model import paged_kv as cache
     from jaxspec.plots import plot_acceptance
     from jaxspec.sharding.meshes import mesh
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # what type checkers see of the two tables below
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AcceptanceWarning",
     "BatchResult",
     "Chunk",
     "Completion",
@@ -59,6 +62,7 @@ _EXPORTS: dict[str, str] = {
     "Learn": "jaxspec.learning.settings",
     "SamplingParams": "jaxspec.engine.params",
     "StructuredOutputsParams": "jaxspec.structured.params",
+    "AcceptanceWarning": "jaxspec.engine.acceptance_watch",
     "Completion": "jaxspec.engine.completion",
     "Chunk": "jaxspec.engine.completion",
     "Logprob": "jaxspec.engine.completion",
@@ -75,7 +79,7 @@ _MODULES: dict[str, str] = {
     "accept": "jaxspec.decode.accept",
     "cache": "jaxspec.model.paged_kv",
     "checkpoint": "jaxspec.checkpoint",
-    "config": "jaxspec.model.config",
+    "config": "jaxspec.model.gemma4_config",
     "decode": "jaxspec.decode",
     "drafters": "jaxspec.drafters",
     "gemma4": "jaxspec.model.gemma4",

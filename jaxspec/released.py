@@ -18,8 +18,8 @@ from jaxspec.drafters import quantising
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.registry import KINDS, kind_of
-from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.families import family_named
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.targets import asked_quantisation, quantisation_of, read_target
 from jaxspec.vision import Images, Preprocessing, vision_config

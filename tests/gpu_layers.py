@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec import released
 from jaxspec.bench.random_weights import random_weights
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 
 
 def first_layers(name: str) -> Gemma4Config:

@@ -20,7 +20,8 @@ from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.registry import load_drafter
 from jaxspec.model import gemma4, step3p5
-from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 
 VOCAB, SLOTS, MAX_LEN, MAX_K, PAGE, CHUNK = 64, 8, 40, 3, 4, 16
 TEXT = {**tiny.THREE_LAYERS, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB}

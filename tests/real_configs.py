@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from jaxspec import released as shapes
-from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.layer_spec import FULL, SLIDING
 
 NAMES = {"E2B": "e2b", "E4B": "e4b", "12B": "12b", "26B-A4B": "26b", "31B": "31b"}
 TARGETS = {name: shapes.TARGETS[key] for name, key in NAMES.items()}

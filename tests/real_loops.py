@@ -13,7 +13,7 @@ from jaxspec.checkpoint import from_floats
 from jaxspec.checkpoint.quantisation import with_packed
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 
 # Attention of one sequence is divided between programs, and merged.
 EVERY_MODEL = {"linear", "qkv", "add_norm", "gated", "lm_head", "paged_attention", "paged_attention_merge"}

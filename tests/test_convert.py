@@ -23,7 +23,7 @@ from jaxspec.checkpoint import fused, onto_devices
 from jaxspec.checkpoint.quantisation import Scheme, with_packed
 from jaxspec.drafters import dflash, dflash2, dspark, eagle3
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.trees import leaves_by_path
 
 pytestmark = pytest.mark.usefixtures("unoptimised")

@@ -14,7 +14,7 @@ from jaxspec.decode import rows
 from jaxspec.drafters import assistant, base
 from jaxspec.engine import memory
 from jaxspec.learning.settings import Learn
-from jaxspec.model.config import AssistantConfig
+from jaxspec.model.gemma4_config import AssistantConfig
 from jaxspec.model.head_guides import guide_for, guided, has_guide
 from jaxspec.sampling.choice import choose_by_head, likely_logits
 from jaxspec.sharding.placement import ONE_DEVICE, abstract_placement_of

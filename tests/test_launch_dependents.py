@@ -14,7 +14,7 @@ from real_configs import ASSISTANTS, TARGETS
 from jaxspec import decode, sharding
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 from jaxspec.model.head_guides import guided
 from jaxspec.targets import abstract_target, asked_quantisation
 from pallas_kernels import all_reduce, device

@@ -19,7 +19,7 @@ from jaxspec import Learn, foreign_names, loading, planning, sharding
 from jaxspec.decode import accept
 from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.engine.params import Defaults, SamplingParams
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.sharding import meshes as mesh_files
 
 

@@ -19,7 +19,7 @@ from jaxspec import checkpoint, cli, drafters, sharding, targets
 from jaxspec.checkpoint import from_floats, fused, load, quantisation
 from jaxspec.checkpoint.quantisation import Scheme
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.trees import is_packed, leaves_by_path, weights_of
 from pallas_kernels.packed import Packed, pack, unpack
 

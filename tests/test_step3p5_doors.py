@@ -17,7 +17,7 @@ import jaxspec
 from jaxspec import checkpoint, cli, drafters, released
 from jaxspec.drafters.mtp_modules import MTPModules
 from jaxspec.info import describe as info
-from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.step3p5 import Step3p5
 from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import abstract_target, asked_quantisation, load_target, read_target

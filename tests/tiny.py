@@ -17,7 +17,7 @@ from jaxspec import checkpoint
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import gemma4
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 
 POCKET = Path(jaxspec.__file__).parent / "pocket" / "target"
 VOCAB = 4096

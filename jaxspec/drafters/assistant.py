@@ -26,11 +26,12 @@ from jaxspec.drafters.branching import Branching
 from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Centroids, Guess, Objective, pick
 from jaxspec.model import traffic
-from jaxspec.model.config import FULL, SLIDING, AssistantConfig
 from jaxspec.model.draft_tree import DraftTree
+from jaxspec.model.gemma4_config import AssistantConfig
 from jaxspec.model.gemma4_fresh import narrow, text_config, with_query_norms
 from jaxspec.model.gemma4_layer import DecoderLayer, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.head_guides import bytes_read_of
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, Weight, head_logits, softcap
 from jaxspec.model.rows import Hidden, Keys
 from jaxspec.model.split import PARTITIONS

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.config_fields import expect, flag, part, positive, whole, whole_or
 from jaxspec.model.families import family_of
+from jaxspec.model.layer_spec import FULL, SLIDING, LayerSpec
 from jaxspec.model.target import TargetConfig
 
 FRESH_LAYERS = 5  # of a drafter that is trained from the start

@@ -27,7 +27,7 @@ from jaxspec.drafters.blocks import PlainDrafter, SiluMLP, check_target, head
 from jaxspec.drafters.training import XLA, pick, whole_cache
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import LayerSpec
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.layers import Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden

@@ -15,8 +15,9 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config, LayerSpec
 from jaxspec.model.config_fields import expect, indices, part, positive, whole, whole_or
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING, LayerSpec
 from jaxspec.model.layers import Linear, RMSNorm, Weight, head_logits
 from jaxspec.model.split import PARTITIONS
 from jaxspec.model.target import TargetConfig, TargetModel

@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxspec.drafters.block_config import FRESH_LAYERS, BlockConfig, fresh_config, plain_fields
 from jaxspec.drafters.blocks import named_taps
-from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.config_fields import expect, part, whole
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxspec.drafters.block_config import SCALE, BlockConfig, Undecided, plain_fields
 from jaxspec.drafters.blocks import named_taps, plain_config
-from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.config_fields import expect, part, whole_or
 from jaxspec.model.families import family_of
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 
 

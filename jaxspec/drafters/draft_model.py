@@ -25,9 +25,9 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_rows
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import FULL
 from jaxspec.model.families import MODEL_TYPES, family_named, family_of
 from jaxspec.model.head_guides import guided
+from jaxspec.model.layer_spec import FULL
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Rows
 from jaxspec.model.target import TargetConfig, TargetModel

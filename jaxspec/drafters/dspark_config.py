@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxspec.drafters.block_config import ANCHOR, FRESH_LAYERS, BlockConfig, Undecided, fresh_config, mask_token, plain_fields
 from jaxspec.drafters.blocks import gemma_layers, named_taps, unread_keys
-from jaxspec.model.config import FULL
 from jaxspec.model.config_fields import expect, flag, part, positive, whole, whole_or
+from jaxspec.model.layer_spec import FULL
 from jaxspec.model.target import TargetConfig
 
 GEMMA = "Gemma4DSparkModel"

@@ -31,9 +31,9 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick, whole_cache
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import LayerSpec
 from jaxspec.model.draft_tree import DraftTree
 from jaxspec.model.gemma4_fresh import with_query_norms
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, rms, rope, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, take_row

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxspec.drafters.blocks import gemma_layers, named_taps, plain_config, plain_spec, unread_keys
-from jaxspec.model.config import FULL, LayerSpec
 from jaxspec.model.config_fields import flag, indices, part, positive, whole, whole_or
+from jaxspec.model.layer_spec import FULL, LayerSpec
 from jaxspec.model.target import TargetConfig
 
 DRAFT_VOCABULARY = 32_000  # of a fresh drafter, where the target has more tokens

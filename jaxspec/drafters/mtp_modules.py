@@ -39,8 +39,8 @@ from jaxspec.drafters.kind import Kind
 from jaxspec.drafters.training import XLA, Guess, Objective, pick
 from jaxspec.model import paged_kv as paged
 from jaxspec.model import traffic
-from jaxspec.model.config import LayerSpec
 from jaxspec.model.families import FAMILIES, MODULES_TYPES, family_of, family_of_modules
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.layers import Linear, RMSNorm, softcap
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Hidden, Keys, take_row

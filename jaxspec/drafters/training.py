@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxspec.checks import integer, number
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, SLIDING, LayerSpec
+from jaxspec.model.layer_spec import FULL, SLIDING, LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Rows
 

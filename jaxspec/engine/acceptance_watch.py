@@ -22,7 +22,7 @@ WARMEST = 1.0  # requests of a higher temperature are ignored: no drafter can fo
 
 
 class AcceptanceWarning(UserWarning):
-    """Hardly any draft is accepted."""
+    """Hardly any draft is accepted. An LLM warns once: what may be the reason, the message says."""
 
 
 class Watch:

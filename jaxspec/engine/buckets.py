@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.model.config import SLIDING
+from jaxspec.model.layer_spec import SLIDING
 from jaxspec.model.paged_kv import PagedKV, has_room, page_size_of
 from jaxspec.model.target import TargetModel, last_row_layer
 

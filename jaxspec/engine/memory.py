@@ -23,8 +23,8 @@ from jaxspec.engine.admission import init_state
 from jaxspec.engine.buckets import PREFILL_CHUNK, PREFILL_ROWS, insert_chunk, prefill_rows
 from jaxspec.engine.settings import PAGE, PREFIX_BYTES
 from jaxspec.learning.settings import Learn, parts
-from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.head_guides import guided
+from jaxspec.model.layer_spec import FULL, SLIDING, LayerSpec
 from jaxspec.model.layers import Linear
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.placement import ONE_DEVICE, Placement

@@ -22,7 +22,7 @@ from jaxspec.engine.settings import PAGE
 from jaxspec.info.cards import Card, gigabytes
 from jaxspec.learning.settings import Learn, learnable
 from jaxspec.loading import MAX_SLOTS, check_names
-from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.planning import KV_DTYPES, Pair, pair_of, plan, released_pair, with_head_guides
 from jaxspec.sharding.placement import abstract_placement_of

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import LayerSpec
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.paged_kv import LayerKV, PagedKV
 from jaxspec.model.rows import Keys, Rows, take_row
 from pallas_kernels.float8_rows import Rounded

@@ -20,10 +20,11 @@ from jaxspec.checkpoint import layout
 from jaxspec.collectives import Shard
 from jaxspec.model import gemma4_modules
 from jaxspec.model.attention import KVScales, check_taps, empty_cache, keys_for, keys_of, scales_by_layer, stored, with_own
-from jaxspec.model.config import TARGET_TYPES, Gemma4Config, LayerSpec
+from jaxspec.model.gemma4_config import TARGET_TYPES, Gemma4Config
 from jaxspec.model.gemma4_fresh import MASK_TOKEN, draft_config, with_query_norms
 from jaxspec.model.gemma4_layer import DecoderLayer, PerLayerInput, abstract_layer, decoder_layer, next_weights
 from jaxspec.model.head_guides import head_bytes
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.layers import Embedding, Linear, RMSNorm, head_logits, softcap, times
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows, take_row

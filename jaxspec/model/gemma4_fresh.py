@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 
 Tree = TypeVar("Tree")

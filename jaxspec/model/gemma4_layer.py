@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxspec.model import traffic
 from jaxspec.model.attention import Heads, Normed, attend
-from jaxspec.model.config import LayerSpec
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.layers import GatedMLP, Linear, RMSNorm, Weight, operand, rope_angles
 from jaxspec.model.moe import Experts, Router
 from jaxspec.model.rows import Keys

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.model.config import FULL, SLIDING, TEXT_TYPES, Gemma4Config
+from jaxspec.model.gemma4_config import TEXT_TYPES, Gemma4Config
 from jaxspec.model.gemma4_fresh import text_config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import ModulesConfig, TargetConfig
 
 MODEL_TYPE = "gemma4_mtp_modules"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.model.config import FULL, SLIDING, LayerSpec
+from jaxspec.model.layer_spec import FULL, SLIDING, LayerSpec
 from pallas_kernels import qkv
 from pallas_kernels.qkv.reference import stored
 

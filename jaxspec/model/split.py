@@ -20,7 +20,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from jaxspec.collectives import TENSOR
-from jaxspec.model.config import LayerSpec
+from jaxspec.model.layer_spec import LayerSpec
 
 # The rows for the weights that targets and drafters have in common.
 PARTITIONS: tuple[tuple[str, PartitionSpec], ...] = (

@@ -39,7 +39,7 @@ from jaxspec.model.attention import (
     stored,
     with_own,
 )
-from jaxspec.model.config import LayerSpec
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.layers import Embedding, GatedMLP, Linear, RMSNorm, Weight, head_logits, turned
 from jaxspec.model.moe import Experts
 from jaxspec.model.paged_kv import PagedKV

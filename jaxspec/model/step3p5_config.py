@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.model.config import FULL, SLIDING, LayerSpec
 from jaxspec.model.config_fields import expect, experts_of, float_name, require, whole, whole_or
+from jaxspec.model.layer_spec import FULL, SLIDING, LayerSpec
 from jaxspec.model.target import ModulesConfig
 
 TARGET_TYPES = ("step3p5",)

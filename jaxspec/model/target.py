@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.checkpoint.layout import Part
 from jaxspec.collectives import Shard
-from jaxspec.model.config import LayerSpec
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.layers import Embedding, RMSNorm
 from jaxspec.model.paged_kv import PagedKV
 from jaxspec.model.rows import Hidden, Keys, Rows

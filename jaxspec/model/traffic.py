@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.model.config import LayerSpec
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.trees import nbytes
 
 

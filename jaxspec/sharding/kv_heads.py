@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.model.config import LayerSpec
+from jaxspec.model.layer_spec import LayerSpec
 from jaxspec.model.split import KVHeads
 from jaxspec.sharding.meshes import TENSOR
 from jaxspec.sharding.specs import SpecRules, fields_spec, is_whole, partitions_of, weight_spec

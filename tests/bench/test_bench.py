@@ -19,8 +19,8 @@ from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import cuda_graphs
 from jaxspec.model import gemma4, traffic
-from jaxspec.model.config import AssistantConfig, Gemma4Config
 from jaxspec.model.draft_tree import DraftTree
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 from jaxspec.model.head_guides import has_guide
 from jaxspec.targets import abstract_target
 

@@ -11,7 +11,7 @@ from jaxspec.checkpoint.quantisation import Scheme, with_packed
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine import memory
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.trees import nbytes, weight_count
 from pallas_kernels import packed
 

@@ -22,7 +22,7 @@ from jaxspec import checkpoint
 from jaxspec.checkpoint import hub, jobs, onto_devices, safetensors
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 
 INDEX = "model.safetensors.index.json"
 

@@ -19,7 +19,7 @@ from jaxspec.drafters.base import Drafts, NoDraft
 from jaxspec.learning.losses import whole_rows
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.choice import Needs, choose
 from jaxspec.sampling.filters import Filters

@@ -20,7 +20,7 @@ from jaxspec.engine.llm import LLM
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.slots import KeptSequence, Slots
-from jaxspec.model.config import FULL
+from jaxspec.model.layer_spec import FULL
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import MAX_LOGPROBS
 

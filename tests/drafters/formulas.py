@@ -16,7 +16,8 @@ from jaxspec.checkpoint import layout
 from jaxspec.decode import Round
 from jaxspec.drafters.base import Observed, Target
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.layers import Embedding
 from jaxspec.model.rows import Rows
 from jaxspec.sampling.choice import Sampling

@@ -13,7 +13,8 @@ from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters import dflash, dflash2, draft_model, dspark, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.ngram import NGram
-from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 
 CONFIG = Gemma4Config.from_hf(rounds.TEXT)
 HEAD = ("lm_head.weight",)

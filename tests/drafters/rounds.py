@@ -12,7 +12,7 @@ from flax import struct
 from jaxspec import decode
 from jaxspec.drafters.base import Drafts, NoDraft, Target
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.sampling.choice import Sampling
 
 VOCAB, WINDOW, PAGE, MAX_LEN, MAX_K, CHUNK = 64, 8, 3, 43, 7, 5

@@ -28,8 +28,9 @@ from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.drafters.assistant import Gemma4MTP
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, SLIDING, AssistantConfig, Gemma4Config
 from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.layers import Embedding
 from jaxspec.model.rows import Keys
 from jaxspec.sampling import choice as sampling

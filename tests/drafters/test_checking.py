@@ -16,8 +16,8 @@ from jaxspec import drafters, loading, released
 from jaxspec.decode import accept
 from jaxspec.drafters.base import Drafts
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
 from jaxspec.model.draft_tree import DraftTree
+from jaxspec.model.gemma4_config import Gemma4Config
 
 TARGET = gemma4.abstract(Gemma4Config.from_hf(tiny.TARGET), jnp.float32)
 KINDS = {"none": "31b", "ngram": "31b", "mtp": "e2b", "eagle3": "31b", "dflash": "31b", "modules": "12b", "e2b": "26b"}

@@ -26,7 +26,7 @@ from jaxspec import released as shapes
 from jaxspec.decode import Round
 from jaxspec.drafters import dflash
 from jaxspec.drafters.dflash import DFlash, DFlashConfig
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

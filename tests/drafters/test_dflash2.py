@@ -26,7 +26,7 @@ from jaxspec import released as shapes
 from jaxspec.decode import Round
 from jaxspec.drafters import dflash2
 from jaxspec.drafters.dflash2 import DFlash2, DFlash2Config
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.model.layers import Linear
 from jaxspec.sampling import logit_edits as edits
 from jaxspec.sampling.filters import best_candidates

@@ -22,7 +22,8 @@ from jaxspec.drafters import draft_model
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.rows import Rows
 from jaxspec.sampling import choice as sampling
 

@@ -26,7 +26,8 @@ from jaxspec.decode import Round
 from jaxspec.drafters import dspark
 from jaxspec.drafters.dspark import CONFIDENCE, DSpark, DSparkConfig
 from jaxspec.drafters.training import whole_rows
-from jaxspec.model.config import SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import SLIDING
 from jaxspec.model.layers import Linear
 
 pytestmark = pytest.mark.usefixtures("unoptimised")

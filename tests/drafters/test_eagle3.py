@@ -25,7 +25,7 @@ from jaxspec.decode import Round
 from jaxspec.drafters import eagle3
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.eagle3 import Eagle3, Eagle3Config
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 

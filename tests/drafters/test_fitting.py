@@ -21,7 +21,7 @@ from jaxspec.drafters import dflash, dflash2, draft_model, dspark, eagle3
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.base import NoDraft, num_draft_tokens_of
 from jaxspec.drafters.ngram import NGram
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 
 TEXT = {**rounds.TEXT, "hidden_size_per_layer_input": 0}
 CONFIG = Gemma4Config.from_hf(TEXT)

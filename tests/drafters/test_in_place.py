@@ -14,7 +14,7 @@ import rounds
 from jaxspec import decode
 from jaxspec.drafters.base import NoDraft
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.model.paged_kv import LayerKV
 
 K = 3

@@ -15,7 +15,8 @@ from jaxspec import released as shapes
 from jaxspec.drafters import dflash, mtp_modules
 from jaxspec.drafters.base import fitted
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import TargetConfig, TargetModel
 from jaxspec.sampling import Needs
 

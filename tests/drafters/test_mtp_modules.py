@@ -22,7 +22,8 @@ from jaxspec import checkpoint, decode, drafters
 from jaxspec.drafters import mtp_modules as mtp
 from jaxspec.drafters.mtp_modules import MTPModules
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL
 from jaxspec.model.rows import Rows
 from jaxspec.sampling import choice as sampling
 

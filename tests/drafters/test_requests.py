@@ -23,8 +23,8 @@ from jaxspec.decode.accept import rule_of
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.engine.trials import Comparison, Trial
-from jaxspec.model.config import FULL
 from jaxspec.model.draft_tree import DraftTree
+from jaxspec.model.layer_spec import FULL
 
 
 @pytest.fixture(scope="module", autouse=True)

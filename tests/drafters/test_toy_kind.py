@@ -19,7 +19,7 @@ from jaxspec.drafters import registry
 from jaxspec.drafters.base import Target
 from jaxspec.drafters.kind import kind_without_weights
 from jaxspec.drafters.ngram import NGram
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.sampling.choice import Sampling
 from jaxspec.train import distil, kinds
 from jaxspec.train.loop import read_metrics

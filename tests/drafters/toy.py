@@ -16,8 +16,8 @@ from jaxspec.collectives import TENSOR
 from jaxspec.drafters import Kind
 from jaxspec.drafters.base import Drafts, Observed, Target
 from jaxspec.drafters.training import Guess, Objective, pick
-from jaxspec.model.config import Gemma4Config
 from jaxspec.model.gemma4 import Gemma4
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.model.layers import Embedding, Linear
 from jaxspec.model.rows import Hidden
 from jaxspec.sampling.choice import Sampling, draw

@@ -37,7 +37,7 @@ from jaxspec.engine.shards import Shards, Turns
 from jaxspec.engine.slots import Slots
 from jaxspec.engine.stream import Stream
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.sampling.choice import PLAIN
 from jaxspec.sampling.logprobs import ring_rows
 from jaxspec.sharding.placement import ONE_DEVICE

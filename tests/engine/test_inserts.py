@@ -27,7 +27,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.model.rows import Inserted, Rows
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")

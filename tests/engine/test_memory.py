@@ -16,7 +16,7 @@ from jaxspec.engine.admission import init_state
 from jaxspec.info import cards
 from jaxspec.info import describe as info
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import abstract_target
 from jaxspec.trees import nbytes

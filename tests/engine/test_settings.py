@@ -10,7 +10,7 @@ from jaxspec.decode.accept import synthetic
 from jaxspec.drafters.base import NoDraft
 from jaxspec.engine.settings import Settings
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.sharding.placement import abstract_placement_of, placement_of
 
 

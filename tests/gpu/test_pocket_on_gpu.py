@@ -15,7 +15,7 @@ from jaxspec.drafters import NoDraft
 from jaxspec.engine.buckets import Buckets, prefill_rows
 from jaxspec.engine.memory import sizes_of
 from jaxspec.model import gemma4
-from jaxspec.model.config import SLIDING
+from jaxspec.model.layer_spec import SLIDING
 from jaxspec.targets import abstract_target, asked_quantisation
 from pallas_kernels import dialect
 

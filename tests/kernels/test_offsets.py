@@ -17,7 +17,7 @@ from jaxspec.compile_check.cases import kernel_cases
 from jaxspec.compile_check.check import GPUS
 from jaxspec.engine import memory
 from jaxspec.engine.settings import PAGE
-from jaxspec.model.config import FULL
+from jaxspec.model.layer_spec import FULL
 from jaxspec.targets import abstract_target
 from pallas_kernels import device, dialect
 

@@ -8,7 +8,7 @@ import pytest
 from real_configs import ASSISTANTS, FULL, SLIDING, TARGETS
 
 from jaxspec.model import families, gemma4
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 
 MODELS = list(TARGETS)
 

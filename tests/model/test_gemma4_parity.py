@@ -19,7 +19,8 @@ from transformers.models.gemma4 import modeling_gemma4 as reference
 from jaxspec import checkpoint
 from jaxspec.model import gemma4, gemma4_layer, layers
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.moe import Router
 from jaxspec.model.rows import Inserted, Rows
 

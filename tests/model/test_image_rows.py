@@ -16,7 +16,7 @@ from definitions import relative_error
 from jaxspec import checkpoint
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.model.rows import Inserted, Rows
 
 pytestmark = pytest.mark.usefixtures("unoptimised")

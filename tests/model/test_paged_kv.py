@@ -9,7 +9,8 @@ import pytest
 import tiny
 
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from pallas_kernels.paged_attention.reference import ring_positions
 
 pytestmark = pytest.mark.usefixtures("unoptimised")

@@ -13,7 +13,7 @@ from jaxspec import decode
 from jaxspec.checkpoint import layout
 from jaxspec.drafters import assistant as gemma4_mtp
 from jaxspec.model import gemma4
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 from jaxspec.model.rows import Rows
 
 MODELS = list(TARGETS)

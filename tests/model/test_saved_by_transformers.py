@@ -16,7 +16,7 @@ from definitions import relative_error
 from real_configs import ASSISTANTS, TARGETS, saved_again
 
 from jaxspec import checkpoint, gemma4, targets
-from jaxspec.model.config import AssistantConfig, Gemma4Config
+from jaxspec.model.gemma4_config import AssistantConfig, Gemma4Config
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 VOCAB, PROMPT, LENGTH = 131, 11, 24  # longer than the window

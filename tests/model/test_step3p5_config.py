@@ -3,8 +3,8 @@
 import pytest
 import step3p5_files as files
 
-from jaxspec.model.config import FULL, SLIDING
 from jaxspec.model.families import family_named
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.step3p5_config import Step3p5Config, modules_config, read_modules
 
 LISTS = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")

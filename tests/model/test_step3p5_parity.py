@@ -10,7 +10,7 @@ import step3p5_files as files
 from definitions import relative_error
 
 from jaxspec.model import paged_kv as paged
-from jaxspec.model.config import FULL, SLIDING
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.rows import Rows
 from jaxspec.targets import abstract_target, load_target, read_target
 

@@ -18,7 +18,8 @@ from jaxspec.collectives import Shard, full_logits, suppress
 from jaxspec.decode import accept
 from jaxspec.drafters import draft_model
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.layers import Linear
 from jaxspec.sampling.choice import Sampling, choose, probabilities
 from jaxspec.sampling.filters import Filters, best_candidates

@@ -11,7 +11,7 @@ from jaxspec import sharding
 from jaxspec.bench.random_weights import random_weights
 from jaxspec.checkpoint.quantisation import Scheme, with_packed
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.sharding import kv_heads
 from pallas_kernels.packed import pack, unpack
 

@@ -18,7 +18,7 @@ from jaxspec import cli, decode, planning, sharding
 from jaxspec.engine import memory
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.model import gemma4
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.sharding import kv_heads
 from pallas_kernels import all_reduce
 

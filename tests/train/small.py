@@ -12,7 +12,8 @@ from jaxspec.drafters.base import fitted
 from jaxspec.drafters.registry import trainable
 from jaxspec.drafters.training import whole_rows
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.train.generate import generate
 
 VOCAB = 32

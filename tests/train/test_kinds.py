@@ -17,7 +17,7 @@ from jaxspec.drafters.base import fitted
 from jaxspec.drafters.blocks import draft_vocabulary
 from jaxspec.drafters.registry import save_trained
 from jaxspec.drafters.training import whole_rows
-from jaxspec.model.config import Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.train import kinds
 from jaxspec.train.pocket.recipes import RECIPES
 

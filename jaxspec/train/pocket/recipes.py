@@ -25,7 +25,8 @@ import numpy as np
 from jaxspec import checkpoint
 from jaxspec.learning.losses import Batch, target_loss
 from jaxspec.model import gemma4
-from jaxspec.model.config import FULL, SLIDING, Gemma4Config
+from jaxspec.model.gemma4_config import Gemma4Config
+from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.train import distil
 from jaxspec.train.data import batch_of, windows
 from jaxspec.train.kinds import initial
