@@ -16,12 +16,18 @@ def add_parser(commands: Any, model: argparse.ArgumentParser) -> None:
     chat = commands.add_parser("chat", parents=[model], help="talk to the model", description="Answers line by line until end of input.")
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--thinking", action="store_true", help="let the model think first, if its chat template supports it")
+    for kind, more in (("image", "it needs Pillow"), ("audio", "it needs soundfile and soxr")):
+        text = f"a file or URL that the first message is about; may be given several times; {more}"
+        chat.add_argument(f"--{kind}", action="append", default=[], metavar="FILE", help=text)
     chat.set_defaults(command=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
+    files = [{"type": kind, "path": path} for kind in ("image", "audio") for path in getattr(args, kind)]
     with errors.door():
-        llm, params = options.load_model(args, max_slots=1)
+        llm, params = options.load_model(args, max_slots=1, images=bool(args.image), audio=bool(args.audio))
+        if files:
+            llm.chat_input([{"role": "user", "content": files}])  # which refuses what cannot be read
     messages = [{"role": "system", "content": args.system}] if args.system else []
     somebody = sys.stdin.isatty()
     while True:
@@ -29,7 +35,7 @@ def _run(args: argparse.Namespace) -> None:
             line = options.without_mark(input("> " if somebody else "")).strip()
             if not line:
                 continue
-            asked = [*messages, {"role": "user", "content": line}]
+            asked = [*messages, {"role": "user", "content": [*files, {"type": "text", "text": line}] if files else line}]
             with errors.door():
                 chunks = llm.stream_chat(asked, params, enable_thinking=args.thinking)
         except EOFError:
@@ -39,6 +45,7 @@ def _run(args: argparse.Namespace) -> None:
                 raise errors.UserError(error) from error
             print(f"jaxspec: {error}", file=sys.stderr)
             continue
+        files = []
         messages = [*asked, {"role": "assistant", "content": _answer(chunks, llm.tokenizer, somebody)}]
     if args.stats:
         print(f"\n{llm.stats}")

@@ -3,6 +3,7 @@
 import base64
 import copy
 import functools
+import io
 import json
 import re
 import shutil
@@ -229,6 +230,25 @@ def test_a_batch_of_messages_with_sounds(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps(lines[0]) + "\n")
     assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "text.jsonl"), *options[:2], "--max-len", "64"]) == 1
     assert "load with audio=True, or with --audio" in json.loads((tmp_path / "text.errors.jsonl").read_text())["error"]
+
+
+def test_a_conversation_on_the_command_line(tmp_path, monkeypatch, capsys):
+    """The first message is about the files, and they stay in the conversation."""
+    from jaxspec.cli import main
+
+    files = [{"type": "audio", "path": str(tmp_path / f"{i}.wav")} for i in range(2)]
+    for i, file in enumerate(files):
+        soundfile.write(file["path"], audio_oracle.sound(1.7, i), 16_000, subtype="FLOAT")
+    command = ["chat", "--target", str(saved("plain")[1]), "--max-len", "384", "--max-tokens", "4", "--temperature", "0", "--audio"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\nAnd now?\n"))
+    assert main([*command, files[0]["path"], "--audio", files[1]["path"]]) == 0
+    said, params = capsys.readouterr().out, SamplingParams(temperature=0, max_tokens=4)
+    messages = [{"role": "user", "content": [*files, {"type": "text", "text": "What is it?"}]}]
+    first = loaded("plain").chat(messages, params).text
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And now?"}]
+    assert said == f"{first}\n{loaded('plain').chat(messages, params).text}\n"
+    assert main([*command, str(tmp_path / "none.wav")]) == 2
+    assert "none.wav' cannot be read as a sound" in capsys.readouterr().err
 
 
 def test_rows_of_a_generator_with_sounds(tmp_path):
