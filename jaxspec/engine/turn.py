@@ -20,7 +20,7 @@ from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
 AHEAD = 4  # requests that are read before there is a slot for them
-LOOKAHEAD = 4  # inserts that are computed before their rows are needed
+LOOKAHEAD = 4  # images and sounds that are computed before their rows are needed
 # While prompts are computed, a step runs one round for every SHARE decoding sequences per unfinished prompt, at least 1 and at most BESIDE.
 # A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
@@ -138,7 +138,11 @@ class Turn:
         with_insert = [r for r in itertools.chain(self.active, self.waiting) if r.inserts and r.seen]
         rows = ((r, r.computed + under_way.get(r, 0) if r.slot >= 0 else find(r.key)[1]) for r in with_insert)
         coming = (insert for request, computed in rows for insert in request.inserts if insert.begin >= computed)
-        for insert in itertools.islice(coming, LOOKAHEAD):
+        media = set[Any]()
+        for insert in coming:
+            media.add(insert.prepare)  # which the parts of a medium share
+            if len(media) > LOOKAHEAD:
+                break
             insert.start()
 
     @property
