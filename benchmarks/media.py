@@ -70,7 +70,7 @@ def main() -> None:
         max_slots=args.slots,
         max_len=args.text + count + args.tokens + 64,
         accept=synthetic(RATES[: args.k]),
-        insert_rows=media.insert_rows,
+        insert_rows=media.rooms,
         prefix_bytes=0,
         progress=False,
     )

@@ -29,6 +29,7 @@ from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages, in
 from jaxspec.foreign_names import answers_foreign_names
 from jaxspec.interrupts import heeded
 from jaxspec.learning.settings import Learn, learn_of
+from jaxspec.media.tower import rooms_of
 from jaxspec.model.draft_tree import DraftTree, tree_of
 from jaxspec.planning import KV_DTYPES, pair_of, plan, with_head_guides
 from jaxspec.progress import watched
@@ -228,9 +229,9 @@ def load(
         left = [f"{own.noun}, load with {name}" for name, own in WITH_TOWERS.items() if own not in map(type, towers.values())]
         otherwise = f"; if it changes the {', and if it changes the '.join(left)}" if left else ""
         raise ValueError(f"the adapter {os.fspath(adapter)!r} changes none of the target's text weights{otherwise}")
-    insert_rows = max((tower.insert_rows for tower in towers.values()), default=0)
+    rooms = rooms_of(towers.values())
     sizes = {"max_len": max_len, "num_draft_tokens": longest, "kv_dtype": kv_dtype, "slots": wanted, "pages": kv_pages}
-    sizes["insert_rows"] = insert_rows
+    sizes["insert_rows"] = max(rooms, default=0)
     with DeviceLock(placement.summing_devices)():  # kernels that add up over devices may be tried
         kernels = in_kernels(attention)
         room, used = _room(memory_fraction)
@@ -252,7 +253,7 @@ def load(
         prefix_bytes=chosen.prefix_bytes,
         adaptive=num_draft_tokens is None if adaptive_verification is None else adaptive_verification,
         tree=grown,
-        insert_rows=insert_rows,
+        insert_rows=rooms,
         seed=seed,
         progress=progress,
     )

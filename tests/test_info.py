@@ -89,6 +89,19 @@ def test_what_images_take_is_told(capsys):
     assert "has no image tower" in refused(capsys, "pocket", "--memory", "H200", "--images")
 
 
+def test_what_sounds_take_is_told(capsys):
+    asked = ("e2b", "--memory", "L4")
+    plain, hearing = said(capsys, *asked), said(capsys, *asked, "--audio")
+    assert "audio       307,184,384 parameters, 614.4 MB; with audio=True" in plain
+    (line,) = [line for line in hearing if line.startswith("audio ") and "tower" in line]
+    assert line.startswith("audio       614.4 MB tower, ") and line.endswith(" for sounds of 30 seconds")
+    assert plain[-4:] != hearing[-4:]  # how many sequences of some lengths there is room for
+    assert not any(line.startswith("audio ") for line in said(capsys, "31b", "--memory", "H200"))
+    assert "'31b' has no audio tower; expected one of e2b, e4b, 12b" in refused(capsys, "31b", "--memory", "H200", "--audio")
+    assert "has no audio tower" in refused(capsys, "pocket", "--memory", "H200", "--audio")
+    assert "--audio is about a model, and none is named" in refused(capsys, "--memory", "24GB", "--audio")
+
+
 def test_what_a_drafters_config_leaves_open_is_told(capsys):
     """z-lab's configs for Gemma name no scale."""
     line = "            its config.json leaves open input_embedding_scale=1.0 or input_embedding_scale=73.3212: the first rounds try both"

@@ -22,7 +22,8 @@ from jaxspec.checks import type_name
 from jaxspec.media.files import name_of, read_from
 from jaxspec.media.tower import AHEAD, KEPT, Held, Media
 
-PART_ROWS = 256  # of a sound that a call computes, where images do not ask for more
+# Rows of a sound that calls have room for: of ten seconds, and of thirty. In the 12B, longer ones are computed in parts.
+ROOMS = (256, 768)
 LEAST_ROWS = 192  # of the smallest program that runs a tower: 7.7 seconds; others take twice as many, 4 times, ...
 SIZES = 3  # of such programs that are compiled at warm-up: up to 30 seconds
 EXPECTED = (
@@ -172,8 +173,8 @@ class Sounds(Media):
         return self.config.audio_token_id
 
     @property
-    def insert_rows(self) -> int:
-        return PART_ROWS
+    def rooms(self) -> tuple[int, ...]:
+        return ROOMS
 
     @property
     def largest(self) -> str:

@@ -32,7 +32,7 @@ class Buckets:
     prefill_rows: int = PREFILL_ROWS  # of the largest prefill call
     # Up to which position a call may compute several parts of PREFILL_CHUNK rows of a prompt; 0 where it computes one part of each.
     parts_end: int = 0
-    insert_rows: int = 0  # of an image, or of a part of a sound, at most; 0 where prompts have neither
+    insert_rows: tuple[int, ...] = ()  # see `Settings`
 
     @property
     def decode(self) -> list[int]:
@@ -70,12 +70,9 @@ class Buckets:
         largest = [chunk for size, chunk in self.prefill if size == 1][-1:]
         return [(1, chunk) for chunk in largest if spares(target, drafter) and chunk < self.max_len - 1]
 
-    @property
-    def inserts(self) -> list[tuple[int, int]]:
-        """(sequences, rows of each) of a prefill call with an insert of each sequence; none where prompts have no images and sounds."""
-        if not self.insert_rows:
-            return []
-        chunk = min(insert_chunk(self.insert_rows), self.max_len)
+    def inserts(self, rows: int) -> list[tuple[int, int]]:
+        """(sequences, rows of each) of a prefill call with an insert of each sequence, of `rows` rows at most."""
+        chunk = min(insert_chunk(rows), self.max_len)
         return sorted({(1, chunk), (max(min(self.prefill_rows // chunk, self.slots), 1), chunk)})
 
     @property

@@ -82,6 +82,7 @@ class Insert:
     count: int  # of its rows
     prepare: Callable[[], concurrent.futures.Future[Any]]  # see `Tower.prepared`; the same for all parts of a medium
     compute: Callable[[Any], concurrent.futures.Future[Any]]  # from that to its rows
+    room: int  # for how many rows its call has room
     offset: int = 0  # the rows of its medium before it
     see_one_another: bool = True  # whether its rows do
     prepared: concurrent.futures.Future[Any] | None = None  # None until `decode`
@@ -128,8 +129,8 @@ class Insert:
             self._found = self.compute(self.decode().result())
 
     def rows(self) -> Any:
-        """Its rows, as many as an insert has at most, of which the first `count` count: an array [R, H] of the device or the host. Waits
-        for what the host does for them, and forgets them. Raises what computing them raised."""
+        """Its rows: an array [room, H] of the device or the host, of which the first `count` count. Waits for what the host does for them,
+        and forgets them. Raises what computing them raised."""
         found = self._found or self.compute(self.decode().result())
         self._found = None
         return found.result()
@@ -150,12 +151,12 @@ class Placed(NamedTuple):
 class Inserts:
     """Makes the inserts of prompts.
 
-    towers: by what they read, "image" or "audio". rows: of an insert at most; a medium with more rows, which see not one another, has
-    parts. texts: those of the towers' tokens, for errors.
+    towers: by what they read, "image" or "audio". rooms: for how many rows calls have room, ascending; a medium with more rows than the
+    last, which see not one another, has parts. texts: those of the towers' tokens, for errors.
     """
 
-    def __init__(self, towers: Mapping[str, Tower], rows: int, texts: Mapping[str, str]):
-        self.towers, self.rows, self._texts = dict(towers), rows, texts
+    def __init__(self, towers: Mapping[str, Tower], rooms: Sequence[int], texts: Mapping[str, str]):
+        self.towers, self._rooms, self._texts = dict(towers), tuple(rooms), texts
         self._kinds = {tower.token_id: kind for kind, tower in self.towers.items()}
         # Apart, since media of several requests are decoded at once, and rows are wanted of one after the other.
         self._decoding = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="jaxspec-media")
@@ -207,37 +208,34 @@ class Inserts:
     def _inserts(self, tower: Tower, source: Any, begin: int, count: int) -> list[Insert]:
         """The parts of a medium whose first row is at `begin`."""
         prepare = functools.cache(functools.partial(begun, self._decoding, functools.partial(tower.prepared, source)))
-        return [
-            Insert(
-                begin=begin + at,
-                count=min(self.rows, count - at),
-                prepare=prepare,
-                compute=functools.partial(self._computed, tower, at),
-                offset=at,
-                see_one_another=tower.see_one_another,
-            )
-            for at in range(0, count, self.rows)
-        ]
+        found = list[Insert]()
+        for at in range(0, count, self._rooms[-1]):
+            own = min(self._rooms[-1], count - at)
+            room = next(room for room in self._rooms if room >= own)
+            compute = functools.partial(self._computed, tower, at, room)
+            found.append(Insert(begin + at, own, prepare, compute, room, at, tower.see_one_another))
+        return found
 
-    def _computed(self, tower: Tower, at: int, prepared: Any) -> concurrent.futures.Future[Any]:
-        return begun(self._computing, lambda: self._cut(tower.rows(prepared), at))
-
-    def _cut(self, rows: Any, at: int) -> Any:
-        """So many rows of a medium as an insert has at most, from one on."""
-        return rows if not at and len(rows) == self.rows else _cut(rows, at, self.rows)
+    def _computed(self, tower: Tower, at: int, room: int, prepared: Any) -> concurrent.futures.Future[Any]:
+        return begun(self._computing, lambda: _cut(tower.rows(prepared), at, room))
 
     def warmup(self) -> None:
         """Compiles what computes rows, on another thread, where no interrupt cuts it short."""
         for tower in self.towers.values():
-            begun(self._computing, lambda tower=tower: [self._cut(rows, 0) for rows in tower.warmup()]).result()
+            begun(self._computing, lambda tower=tower: [_cut(rows, 0, room) for rows in tower.warmup() for room in self._rooms]).result()
 
     def close(self) -> None:
         for pool in (self._decoding, self._computing):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _cut(rows: Any, at: int, count: int) -> Any:
+    """So many rows of a medium, from one on; what is past its end is anything."""
+    return rows if not at and len(rows) == count else _part(rows, at, count)
+
+
 @functools.partial(jax.jit, static_argnames="count")
-def _cut(rows: jax.Array, at: int, count: int) -> jax.Array:
+def _part(rows: jax.Array, at: int, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(jnp.pad(rows, ((0, count), (0, 0))), at, count)
 
 

@@ -34,6 +34,11 @@ class NextRows(NamedTuple):
     rows: int  # that the call computes
     insert: Insert | None = None  # among them
 
+    @property
+    def room(self) -> int:
+        """For how many rows of an insert its call has room."""
+        return 0 if self.insert is None else self.insert.room
+
 
 class ProgramChoice:
     """Chooses the programs of a runner's calls, by what there is to compute and by what is compiled.
@@ -57,7 +62,7 @@ class ProgramChoice:
             *(DecodeRounds(size, needs, *tree) for size in buckets.trees if tree is not None),
             *(DecodeRounds(size, needs, *shape) for size, some in shapes.items() for shape in some),
             *(Prefill(size, chunk, needs) for size, chunk in buckets.prefill),
-            *(Prefill(*bucket, needs, self._settings.insert_rows) for bucket in buckets.inserts),
+            *(Prefill(*bucket, needs, rows) for rows in self._settings.insert_rows for bucket in buckets.inserts(rows)),
             *(Prefill(*bucket, needs, ends=False) for bucket in self._within),
             *(Admit(size) for size in buckets.admit),
             *(Fork(size) for size in buckets.fork),
@@ -102,9 +107,11 @@ class ProgramChoice:
         computed = [r.computed + under_way.get(r, 0) for r in requests]
         if with_insert := self._with_inserts(requests, computed):
             if with_insert[0].request.order - requests[0].order < self._settings.max_slots:
-                some = with_insert[: buckets.inserts[-1][0]]
-                bucket = next((size, chunk) for size, chunk in buckets.inserts if size >= len(some))
-                return Prefill(*bucket, needs, self._settings.insert_rows), some
+                rows = with_insert[0].room
+                sizes = buckets.inserts(rows)
+                some = [each for each in with_insert if each.room == rows][: sizes[-1][0]]
+                bucket = next((size, chunk) for size, chunk in sizes if size >= len(some))
+                return Prefill(*bucket, needs, rows), some
             later = [each.request for each in with_insert]
             requests, computed = zip(*((r, n) for r, n in zip(requests, computed, strict=True) if r not in later), strict=True)
         goals = [r.next_stop(rows + 1) for r, rows in zip(requests, computed, strict=True)]
@@ -122,8 +129,10 @@ class ProgramChoice:
 
     def _with_inserts(self, requests: Sequence[Request], computed: Sequence[int]) -> list[NextRows]:
         """What calls with inserts compute of those that have one among their next rows."""
-        found, chunk = list[NextRows](), max((chunk for _, chunk in self._buckets.inserts), default=0)
+        found = list[NextRows]()
         for request, rows in zip(requests, computed, strict=True):
+            insert = request.next_insert(rows)
+            chunk = 0 if insert is None else self._buckets.inserts(insert.room)[0][1]
             insert = request.insert_within(rows, chunk)
             if insert is not None:
                 goal = request.next_stop(insert.end, insert)

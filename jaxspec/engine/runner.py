@@ -202,7 +202,7 @@ class Runner:
         )
 
     def _inserted(self, some: Sequence[NextRows], size: int) -> list[Any]:
-        """The rows of the insert of each, [insert_rows, H], where the programs run, and any for the others of `size` parts; none without
+        """The rows of the insert of each, [room, H], where the programs run, and any for the others of `size` parts; none without
         inserts."""
         found, here = [each.insert.rows() for each in some if each.insert is not None], set(self.programs.devices)
         found = [rows if isinstance(rows, jax.Array) and rows.devices() == here else np.asarray(rows) for rows in found]

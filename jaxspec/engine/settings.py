@@ -47,7 +47,7 @@ class Settings:
     adaptive: bool = False
     # What the rounds of calls of at most 4 sequences guess, in place of num_draft_tokens tokens; None for no trees.
     tree: DraftTree | None = None
-    insert_rows: int = 0  # of an image, or of a part of a sound, at most; 0 where prompts have neither
+    insert_rows: tuple[int, ...] = ()  # of an image or a sound that calls have room for, ascending; none where prompts have neither
     seed: int = 0  # from which seeds are drawn for requests that name none
     progress: bool = True  # whether to show progress bars
 

@@ -22,6 +22,7 @@ from jaxspec.engine.settings import PAGE
 from jaxspec.info.cards import Card, gigabytes
 from jaxspec.learning.settings import Learn, learnable
 from jaxspec.loading import MAX_SLOTS, check_names
+from jaxspec.media.tower import rooms_of
 from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.planning import KV_DTYPES, Pair, pair_of, plan, released_pair, with_head_guides
@@ -148,7 +149,7 @@ def describe_plan(
         room -= sum(tower.bytes_needed(kernels) for tower in towers)
     placement = with_head_guides(placement, pair.target, pair.drafter, None, room, pays=pays)
     settings: dict[str, Any] = {"num_draft_tokens": count, "kernels": kernels, "placement": placement, "learn": learn}
-    settings["insert_rows"] = max((tower.insert_rows for tower in towers), default=0)
+    settings["insert_rows"] = max(rooms_of(towers), default=0)
     sizes, chosen = plan(pair, room, max_len=max_len, kv_dtype=kv_dtype, slots=wanted, default_slots=MAX_SLOTS, show=show, **settings)
     slots, pages = chosen.slots, chosen.pages
     snapshots = min(chosen.prefix_bytes // sizes.slot, slots)  # as Runner takes them

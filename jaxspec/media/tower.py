@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
@@ -92,6 +92,7 @@ class Media(abc.ABC):
     modules: ClassVar[tuple[str, ...]]  # the first modules of its tensors' names, after what may stand before these, such as "model."
     folder: ClassVar[str]  # that a converted checkpoint has it in
 
+    see_one_another: ClassVar[bool]  # whether all rows of a medium do, so that one call computes them
     tower: Any  # weights or their shapes
 
     def __init__(self, tower: Any):
@@ -107,8 +108,8 @@ class Media(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def insert_rows(self) -> int:
-        """The most rows of one medium, or of a part of one, that a call computes."""
+    def rooms(self) -> tuple[int, ...]:
+        """For how many rows of a medium calls have room, ascending. With more, it is computed in parts, if its rows see not one another."""
 
     @property
     @abc.abstractmethod
@@ -225,3 +226,11 @@ class Media(abc.ABC):
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return rows
+
+
+def rooms_of(towers: Iterable[Media]) -> tuple[int, ...]:
+    """For how many rows of a medium calls have room where prompts have media of all these. They are few: a program is compiled for each."""
+    towers = list(towers)
+    whole = max((tower.rooms[-1] for tower in towers if tower.see_one_another), default=0)
+    parts = {max(room, whole) for tower in towers if not tower.see_one_another for room in tower.rooms}
+    return tuple(sorted(parts or ({whole} if whole else set())))

@@ -181,8 +181,8 @@ class Images(Media):
         return self.config.image_token_id
 
     @property
-    def insert_rows(self) -> int:
-        return self.max_soft_tokens
+    def rooms(self) -> tuple[int, ...]:
+        return (self.max_soft_tokens,)
 
     @property
     def largest(self) -> str:

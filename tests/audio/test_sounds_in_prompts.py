@@ -63,7 +63,7 @@ def saved(kind):
 def loaded(kind, **more):
     settings = {"num_draft_tokens": 3, "max_len": 384, "max_slots": 2, "images": ROWS, "audio": True, "progress": False} | more
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sounds, "PART_ROWS", ROWS)
+        patch.setattr(sounds, "ROOMS", (10, ROWS))
         return jaxspec.load(saved(kind)[1], "ngram", **settings)
 
 
@@ -141,12 +141,23 @@ def test_sounds_and_images_in_one_prompt(kind):
 def test_a_model_that_hears_alone():
     heard = audio_oracle.sound(2, 4)
     llm = jaxspec.load(saved("plain")[1], max_len=128, max_slots=1, audio=True, progress=False)
-    assert llm.settings.insert_rows == sounds.PART_ROWS == 256 and llm.media == ("audio",)
+    assert llm.settings.insert_rows == sounds.ROOMS == (256, 768) and llm.media == ("audio",)
     answer = llm.generate({"prompt": "a <unused8>", "multi_modal_data": {"audio": heard}}, GREEDY)[0]
     same(answer, expected("plain", answer.prompt_token_ids, [heard]))
     assert llm.text_settings["audio"] is True and "images" not in llm.text_settings
     with pytest.raises(ValueError, match="has 'image', expected 'audio' alone; to read images, load with images=True"):
         llm.generate({"prompt": "<unused5>", "multi_modal_data": {"image": picture(1, (9, 9))}})
+
+
+def test_calls_have_room_for_short_and_long_sounds(monkeypatch):
+    """Beside one another: of 15 rows, of 50, of 83 in two parts, and of two in one prompt."""
+    monkeypatch.setattr(sounds, "ROOMS", (20, 60))
+    llm = jaxspec.load(saved("unified")[1], "ngram", num_draft_tokens=2, max_len=160, max_slots=4, audio=True, progress=False)
+    assert llm.settings.insert_rows == (20, 60)
+    heard = [[audio_oracle.sound(seconds, i) for i, seconds in enumerate(some)] for some in ((0.6,), (2,), (3.3,), (1.9, 0.7), (0.5,))]
+    answers = llm.generate([{"prompt": "a <unused8>" * len(some), "multi_modal_data": {"audio": some}} for some in heard], GREEDY)
+    for answer, some in zip(answers, heard, strict=True):
+        same(answer, expected("unified", answer.prompt_token_ids, some))
 
 
 def test_a_conversation_with_sounds_in_every_form(tmp_path):

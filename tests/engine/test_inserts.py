@@ -96,7 +96,7 @@ def target():
 @functools.cache
 def llm_of(drafter, pages=None, slots=3, tower=True):
     sizes = {"max_slots": slots, "max_len": MAX_LEN, "num_draft_tokens": 0 if drafter is NoDraft else 3, "page_size": PAGE}
-    settings = Settings(**sizes, kv_pages=pages, insert_rows=MOST if tower else 0, progress=False)
+    settings = Settings(**sizes, kv_pages=pages, insert_rows=(MOST,) if tower else (), progress=False)
     return LLM(target(), drafter(), tiny.Letters(), settings, towers={"image": Tower()} if tower else {})
 
 
@@ -170,7 +170,7 @@ def test_texts_do_not_depend_on_drafts_company_room_or_what_is_kept(pages):
 def test_what_is_queued_behind_an_image_without_pages_is_not_computed(monkeypatch):
     """Those rows are fewer, and there would be pages for them."""
     monkeypatch.setattr(Buckets, "prefill", [(1, 8)])
-    monkeypatch.setattr(Buckets, "inserts", [(1, 16)])
+    monkeypatch.setattr(Buckets, "inserts", lambda self, rows: [(1, 16)])
     llm, lacking, queued = llm_of.__wrapped__(NoDraft), [], []
     prompt = asked(WORDS[1], Drawn(6, 12), WORDS[2])
     expected = llm.generate(prompt, GREEDY)[0].token_ids
@@ -277,7 +277,7 @@ def test_prompts_as_a_processor_writes_them():
     for middle in ([IMAGE], [OPENING, IMAGE, CLOSING], [OPENING, *[IMAGE] * 5, CLOSING]):
         prompt = {"prompt_token_ids": [*WORDS[0], *middle, *WORDS[1]], "multi_modal_data": {"image": image}}
         assert llm.generate(prompt, GREEDY)[0].token_ids == answers()[0].token_ids
-    inserts = Inserts({"image": Tower()}, MOST, {"image": "<image>"})
+    inserts = Inserts({"image": Tower()}, [MOST], {"image": "<image>"})
     placed = inserts.placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], {"image": [image, Drawn(2, 3)]})
     assert placed.ids == [5, OPENING, *[IMAGE] * 5, CLOSING, 7, OPENING, *[IMAGE] * 3, CLOSING, 9]
     assert [(picture.begin, picture.end) for picture in placed.inserts] == [(2, 7), (10, 13)]

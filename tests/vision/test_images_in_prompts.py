@@ -200,7 +200,7 @@ def test_what_a_model_of_the_hub_says_of_images_is_downloaded(tmp_path, monkeypa
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert jaxspec.load("someone/model", images=True, max_len=64, progress=False).settings.insert_rows == 70
+    assert jaxspec.load("someone/model", images=True, max_len=64, progress=False).settings.insert_rows == (70,)
 
 
 def test_a_batch_of_messages_with_images(tmp_path):
