@@ -25,7 +25,7 @@ PARTS = {
     "audio_url": ("audio", ("audio_url",)),
     "input_audio": ("audio", ("input_audio",)),
 }
-ARTICLES = {"image": "an image", "audio": "a sound"}
+NOUNS, ARTICLES = {"image": "image", "audio": "sound"}, {"image": "an image", "audio": "a sound"}
 THREADS = 4  # that decode images and sounds beside the device's calls
 
 
@@ -166,10 +166,10 @@ class Inserts:
         """Whether tokens of media are among these."""
         return any(token in ids for token in self._kinds)
 
-    def placed(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> Placed:
+    def placed(self, ids: Sequence[int], media: Mapping[str, Sequence[Any]], most: int) -> Placed:
         """A prompt with one token for each medium, or with all of a medium's tokens, which a processor of transformers writes.
 
-        media: by kind, what `Tower.source` takes. Raises TypeError or ValueError."""
+        media: by kind, what `Tower.source` takes. most: rows of a medium for which there is room. Raises TypeError or ValueError."""
         found, inserts, grown = list[int](), list[Insert](), list[tuple[int, int]]()
         left = {kind: collections.deque(media.get(kind, ())) for kind in self.towers}
         places = dict.fromkeys(self.towers, 0)
@@ -185,6 +185,9 @@ class Inserts:
             tower = self.towers[kind]
             source = tower.source(left[kind].popleft())
             count = tower.count(source)
+            if count > most:  # before tokens take memory: the header of a file may name any length
+                which = f"{NOUNS[kind]} {places[kind] - 1}"
+                raise ValueError(f"{which} has {count:,} tokens; expected at most {most:,}, for which there is room")
             opening, *middle, closing = tower.tokens(count)
             written = len(found) > 0 and found[-1] == opening
             whole = written and list(ids[at : at + count]) == middle
@@ -198,7 +201,7 @@ class Inserts:
         for kind, tower in self.towers.items():
             given = len(media.get(kind, ()))
             if given != places[kind]:
-                noun = {"image": "image", "audio": "sound"}[kind]
+                noun = NOUNS[kind]
                 raise ValueError(
                     f"{given} {noun}{'' if given == 1 else 's'} and {places[kind]} {kind} tokens ({self._texts[kind]}, {tower.token_id}) "
                     f"are given; expected one for each {noun}"

@@ -171,7 +171,8 @@ class Maker:
             return Placed(ids, (), [])
         try:
             with Fetches(media) as fetches:
-                return self.inserts.placed([int(i) for i in ids], {kind: fetches.begin_medium(given) for kind, given in media.items()})
+                coming = {kind: fetches.begin_medium(given) for kind, given in media.items()}
+                return self.inserts.placed([int(i) for i in ids], coming, self.max_len - 1)
         except (TypeError, ValueError) as error:
             raise same_kind(error, f"prompt {index}: {error}") from error
 

@@ -278,7 +278,7 @@ def test_prompts_as_a_processor_writes_them():
         prompt = {"prompt_token_ids": [*WORDS[0], *middle, *WORDS[1]], "multi_modal_data": {"image": image}}
         assert llm.generate(prompt, GREEDY)[0].token_ids == answers()[0].token_ids
     inserts = Inserts({"image": Tower()}, [MOST], {"image": "<image>"})
-    placed = inserts.placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], {"image": [image, Drawn(2, 3)]})
+    placed = inserts.placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], {"image": [image, Drawn(2, 3)]}, 12)
     assert placed.ids == [5, OPENING, *[IMAGE] * 5, CLOSING, 7, OPENING, *[IMAGE] * 3, CLOSING, 9]
     assert [(picture.begin, picture.end) for picture in placed.inserts] == [(2, 7), (10, 13)]
     assert [placed.length_of(n) for n in range(8)] == [0, 1, 8, 9, 10, 13, 14, 15]
@@ -306,6 +306,8 @@ def test_what_cannot_be_read_is_refused_by_name():
     assert llm_of(NoDraft, tower=False).generate([5, IMAGE, 7], GREEDY)[0].token_ids  # a token like others there
     with pytest.raises(ValueError, match="prompt 0 has 97 tokens; expected at most 95"):
         llm.generate({"prompt_token_ids": [5] * 89 + ids[1:], "multi_modal_data": {"image": image}})
+    with pytest.raises(ValueError, match="prompt 0: image 1 has 10,000,000,000,000 tokens; expected at most 95, for which there is room"):
+        llm.generate({"prompt_token_ids": [*ids, *ids], "multi_modal_data": {"image": [image, Drawn(2, 10**13)]}})
     for logprobs in ({"prompt_logprobs": 1}, {"logprobs": -1}, {"logprobs": 50}):
         with pytest.raises(
             ValueError, match="prompt 0 has images or sounds, of which prompt_logprobs and more than 20 logprobs cannot be served"
