@@ -7,11 +7,15 @@ import dataclasses
 import functools
 import hashlib
 import io
+import numbers
+import os
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.audio import gemma4_tower, unified_embedder
@@ -19,7 +23,7 @@ from jaxspec.audio.config import AudioConfig, TowerConfig, audio_config
 from jaxspec.audio.features import SAMPLING_RATE, Frames, Mel, read_features
 from jaxspec.checkpoint.files import AUDIO
 from jaxspec.checks import type_name
-from jaxspec.media.files import name_of, read_from
+from jaxspec.media.files import name_of, read_from, reason_of
 from jaxspec.media.tower import AHEAD, KEPT, Held, Media
 
 # Rows of a sound that calls have room for: of ten seconds, and of thirty. In the 12B, longer ones are computed in parts.
@@ -88,20 +92,30 @@ def _of_samples(sound: Any) -> Source:
     given, rate = sound, SAMPLING_RATE
     if isinstance(sound, Mapping) and "array" in sound:
         given, rate = sound["array"], sound.get("sampling_rate", SAMPLING_RATE)
-    elif isinstance(sound, list | tuple) and len(sound) == 2 and not isinstance(sound[0], int | float):
+    elif isinstance(sound, list | tuple) and len(sound) == 2 and not isinstance(sound[0], numbers.Real):
         given, rate = sound
     if not isinstance(given, list | tuple) and not hasattr(given, "__array__"):
         raise TypeError(f"a sound is of type {type_name(sound)}; {EXPECTED}")
-    array = np.asarray(given)
+    with _explained(f"a {type_name(given)} of {len(given)}" if isinstance(given, list | tuple) else f"a {type_name(given)}"):
+        array = _on_host(given)
     name = f"an array {list(array.shape)} of {array.dtype}"
     with _explained(name):
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.floating):
+        if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.floating):  # bfloat16 is such a type for JAX alone
             raise ValueError("it is not [n] of floats")
         if isinstance(rate, bool) or not isinstance(rate, int | float | np.number) or not 1 <= rate == int(rate):
-            raise ValueError(f"its rate is {rate!r}")
+            raise ValueError(f"its rate is {reprlib.repr(rate)}")
     if rate != SAMPLING_RATE:
         check_libraries()
-    return Source(name, array.astype(np.float32), len(array), int(rate))
+    with np.errstate(over="ignore"):  # what float32 cannot hold is not finite then
+        return Source(name, array.astype(np.float32), len(array), int(rate))
+
+
+def _on_host(given: Any) -> np.ndarray:
+    """Numbers as an array. PyTorch's may lie on a device and have gradients, and NumPy cannot take their bfloat16."""
+    if hasattr(given, "detach"):
+        given = given.detach().cpu()
+        given = given.float() if given.is_floating_point() else given
+    return np.asarray(given)
 
 
 def samples_of(source: Source) -> np.ndarray:
@@ -110,7 +124,8 @@ def samples_of(source: Source) -> np.ndarray:
         samples = source.data
         if not isinstance(samples, np.ndarray):
             with _opened(source.data) as found:
-                samples = found.read(dtype="float32", always_2d=True).mean(axis=1)
+                # The length is given, since files of some codecs cannot be searched for their end.
+                samples = found.read(found.frames, dtype="float32", always_2d=True).mean(axis=1)
         if len(samples) != source.length:
             raise ValueError(f"it ends after {len(samples):,} samples, but begins as one of {source.length:,}")
         if not np.all(np.isfinite(samples)):
@@ -127,6 +142,8 @@ def samples_of(source: Source) -> np.ndarray:
 def _opened(data: Any) -> Iterator[Any]:
     import soundfile
 
+    if isinstance(data, str):
+        os.stat(data)  # which says more about a file that is not there
     with soundfile.SoundFile(data if isinstance(data, str) else io.BytesIO(data)) as found:
         yield found
 
@@ -139,7 +156,7 @@ def _explained(name: str) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
-        raise ValueError(f"{name} cannot be read as a sound: {str(error) or type_name(error)}; {EXPECTED}") from error
+        raise ValueError(f"{name} cannot be read as a sound: {reason_of(error)}; {EXPECTED}") from error
 
 
 class Sounds(Media):

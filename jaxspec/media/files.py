@@ -10,6 +10,8 @@ import urllib.parse
 import urllib.request
 from typing import Any, Self
 
+from jaxspec.checks import type_name
+
 TIMEOUT = 60.0  # seconds without an answer from a server
 SHOWN = 200  # characters of a text, in an error
 
@@ -34,6 +36,11 @@ def name_of(file: Any) -> str | None:
         text = os.fsdecode(file)
         return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
     return None
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, without the name of a file, which may be long or the address of an object."""
+    return getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error) or type_name(error)
 
 
 def read_from(file: Any, kind: str) -> Any:

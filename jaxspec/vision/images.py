@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxspec.checkpoint.files import IMAGES
 from jaxspec.checks import type_name
-from jaxspec.media.files import name_of, read_from
+from jaxspec.media.files import name_of, read_from, reason_of
 from jaxspec.media.tower import AHEAD, KEPT, Held, Media
 from jaxspec.vision import gemma4_tower, unified_embedder
 from jaxspec.vision.config import TowerConfig, VisionConfig, vision_config
@@ -91,7 +91,7 @@ def _explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # of many types: Pillow's readers raise whatever they come upon in a broken file
         unknown = isinstance(error, Image.UnidentifiedImageError)  # whose text has the address of an object
-        reason = "Pillow knows no such kind of image" if unknown else str(error) or type_name(error)
+        reason = "Pillow knows no such kind of image" if unknown else reason_of(error)
         raise ValueError(f"{name} cannot be read as an image: {reason}; {EXPECTED}") from error
 
 

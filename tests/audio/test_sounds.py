@@ -38,14 +38,31 @@ def loaded(kind="plain"):
         [SOUND, 16_000.0],
         {"array": SOUND, "sampling_rate": 16_000},
         torch.tensor(SOUND),
+        torch.tensor(SOUND, requires_grad=True),
         written(SOUND),
     ],
-    ids=["array", "list", "tuple", "pair", "dict", "tensor", "bytes"],
+    ids=["array", "list", "tuple", "pair", "dict", "tensor", "graph", "bytes"],
 )
 def test_samples_are_what_they_were(given):
     source = source_of(given)
     assert source_of(source) is source and (source.samples, source.rate) == (8000, 16_000)
     np.testing.assert_array_equal(samples_of(source), SOUND)
+
+
+@pytest.mark.parametrize("given", [torch.tensor(SOUND).bfloat16(), jnp.asarray(SOUND, jnp.bfloat16), SOUND.astype(np.float16)])
+def test_samples_of_fewer_bits_are_read(given):
+    np.testing.assert_allclose(samples_of(source_of(given)), SOUND, atol=4e-3)
+
+
+def test_two_numbers_are_a_sound_of_two_samples():
+    for numbers in ([0.25, 0.5], [np.float32(0.25), np.float32(0.5)]):
+        np.testing.assert_array_equal(samples_of(source_of(numbers)), np.asarray([0.25, 0.5], np.float32))
+
+
+@pytest.mark.parametrize("subtype", ["GSM610", "G721_32"])
+def test_files_that_cannot_be_searched_are_read(subtype):
+    source = source_of(written(np.tile(SOUND, 4), subtype=subtype))
+    assert len(samples_of(source)) == source.samples >= 32_000
 
 
 @pytest.mark.parametrize(
@@ -83,8 +100,13 @@ def test_channels_are_averaged_and_rates_are_resampled(rate):
         ((SOUND, 0), ValueError, "its rate is 0"),
         ((SOUND * 9000).astype(np.int16), ValueError, r"an array \[8000\] of int16 cannot be read as a sound: it is not \[n\] of floats"),
         (SOUND[:, None], ValueError, r"an array \[8000, 1\] of float32 cannot be read"),
-        (b"RIFF and nothing", ValueError, "16 bytes cannot be read as a sound: Error opening"),
-        ("https//x.wav", ValueError, "'https//x.wav' cannot be read as a sound"),
+        ((SOUND, SOUND.tolist()), ValueError, r"its rate is \[0\.\d+, 0\.\d+, 0\.\d+, 0\.\d+, 0\.\d+, -0\.\d+, \.\.\.\]; expected"),
+        ((16_000, SOUND), ValueError, "a tuple of 2 cannot be read as a sound: .*inhomogeneous"),
+        ([[0.5], [0.5, 0.5], [0.5]], ValueError, "a list of 3 cannot be read as a sound: .*inhomogeneous"),
+        (np.full(8000, 1e300), ValueError, r"an array \[8000\] of float64 cannot be read as a sound: it has samples that are not finite"),
+        (b"RIFF and nothing", ValueError, "16 bytes cannot be read as a sound: Format not recognised"),
+        ("https//x.wav", ValueError, "'https//x.wav' cannot be read as a sound: No such file or directory; expected"),
+        ("x" * 9000, ValueError, "^'x{200}...' cannot be read as a sound: File name too long; expected"),
         ("data:audio/wav,xx", ValueError, "must be in base64, after 'data:audio/wav;base64,'"),
         (np.zeros(160, np.float32), ValueError, "lasts 0.0100 seconds, which are too few to hear anything"),
         ([], ValueError, "lasts 0.0000 seconds, which are too few to hear anything"),
@@ -92,7 +114,7 @@ def test_channels_are_averaged_and_rates_are_resampled(rate):
 )
 def test_what_is_no_sound_is_named(given, error, words):
     with pytest.raises(error, match=words):
-        loaded().source(given)
+        loaded().prepared(given)
 
 
 def test_samples_that_are_no_numbers_are_named():

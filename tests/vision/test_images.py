@@ -140,6 +140,7 @@ def test_an_image_is_turned_and_converted_as_transformers_does_it(tmp_path):
         (Image.new("RGB", (0, 5)), "a PIL image of mode 'RGB' cannot be read as an image: it has 0 x 5 pixels"),
         (b"no image", "8 bytes cannot be read as an image: Pillow knows no such kind of image"),
         (DATA[:100], "100 bytes cannot be read as an image: "),
+        ("x" * 9000, "^'x{200}...' cannot be read as an image: File name too long; expected"),
         ("nowhere.png", "'nowhere.png' cannot be read as an image: .*No such file.*; expected a PIL image, a NumPy array"),
         ("no\0file", "'no.+file' cannot be read"),
         ("data:image/png;base64,????", r"'data:image/png;base64,\?{4}' cannot be read"),
