@@ -6,13 +6,16 @@ Facts: transformers `Gemma4AudioConfig` and `Gemma4UnifiedAudioConfig` 5.24, who
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.model.config_fields import expect, flag, positive, section, whole, whole_or
+from jaxspec.checks import number
+from jaxspec.model.config_fields import checked, expect, flag, positive, section, whole, whole_or
 
 TOWER, UNIFIED = "gemma4", "gemma4_unified"  # the model types with sounds
 TOKENS = {"audio_token_id": 258_881, "boa_token_id": 256_000, "eoa_token_index": 258_883}
+UNSEEN, MOST_UNSEEN = -1e9, -1e3  # the score of a row that is not seen: by default, and at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,13 @@ def _tower(audio: Mapping[str, Any]) -> TowerConfig:
     channels = audio.get("subsampling_conv_channels", (128, 32))
     if not isinstance(channels, list | tuple) or len(channels) != 2 or not all(isinstance(c, int) and c > 3 for c in channels):
         raise ValueError(f"subsampling_conv_channels are {channels!r}; expected two integers")
+    left = whole_or(audio, "attention_context_left", 13)
+    if left < 2:
+        raise ValueError(f"attention_context_left is {left}; expected 2 at least, with which a row sees itself")
+    unseen = audio.get("attention_invalid_logits_value")
+    unseen = UNSEEN if unseen is None else checked(number, "attention_invalid_logits_value", unseen, -math.inf)
+    if unseen > MOST_UNSEEN:
+        raise ValueError(f"attention_invalid_logits_value is {unseen}; expected {MOST_UNSEEN} at most, so that such rows weigh nothing")
     return TowerConfig(
         hidden_size=hidden,
         num_hidden_layers=whole_or(audio, "num_hidden_layers", 12),
@@ -100,10 +110,10 @@ def _tower(audio: Mapping[str, Any]) -> TowerConfig:
         conv_kernel_size=whole_or(audio, "conv_kernel_size", 5),
         residual_weight=positive(audio, "residual_weight", 0.5),
         attention_chunk_size=whole_or(audio, "attention_chunk_size", 12),
-        attention_context_left=whole_or(audio, "attention_context_left", 13),
+        attention_context_left=left,
         attention_context_right=whole_or(audio, "attention_context_right", 0),
         attention_logit_cap=positive(audio, "attention_logit_cap", 50.0),
-        attention_invalid_logits_value=float(audio.get("attention_invalid_logits_value", -1e9)),
+        attention_invalid_logits_value=unseen,
         use_clipped_linears=flag(audio, "use_clipped_linears", True),
         gradient_clipping=positive(audio, "gradient_clipping", 1e10),
         output_proj_dims=whole_or(audio, "output_proj_dims", 1536),

@@ -57,6 +57,9 @@ def test_released_configs_without_fields_have_the_published_ones(name):
         ("plain", {"num_attention_heads": 3}, "hidden_size is 32; expected a multiple of num_attention_heads, 3"),
         ("plain", {"subsampling_conv_channels": [128]}, r"subsampling_conv_channels are \[128\]; expected two integers"),
         ("plain", {"attention_logit_cap": 0}, "attention_logit_cap is 0"),
+        ("plain", {"attention_context_left": 1}, "attention_context_left is 1; expected 2 at least, with which a row sees itself"),
+        ("plain", {"attention_invalid_logits_value": -3.0}, "attention_invalid_logits_value is -3.0; expected -1000.0 at most"),
+        ("plain", {"attention_invalid_logits_value": "low"}, "attention_invalid_logits_value is 'low' of type str, expected a number"),
         ("plain", {"conv_kernel_size": "5"}, "conv_kernel_size is '5' of type str, expected an integer"),
         ("plain", {"use_clipped_linears": 1}, "has use_clipped_linears=1; expected true or false"),
         ("unified", {"audio_embed_dim": -1}, "audio_embed_dim is -1, expected at least 0"),
@@ -67,6 +70,12 @@ def test_what_is_not_served_is_named(kind, changes, error):
     config["audio_config"] |= changes
     with pytest.raises(ValueError, match=f"the audio tower cannot be read: .*{error}"):
         audio_config(config)
+
+
+def test_a_score_that_is_null_is_the_published_one():
+    config = copy.deepcopy(audio_oracle.config("plain"))
+    config["audio_config"]["attention_invalid_logits_value"] = None
+    assert audio_config(config) == audio_config(audio_oracle.config("plain"))
 
 
 def folder_with(tmp_path, kind, settings, file="processor_config.json"):
