@@ -216,14 +216,15 @@ class Media(abc.ABC):
         return nbytes(self.tower)
 
     def kept_or_computed(self, prepared: Prepared) -> jax.Array:
-        """`computed`, or what it was for an equal medium; that of the last ones is kept."""
+        """`computed`, or what it was for an equal medium; that of the last ones is kept, as far as memory is planned for it."""
         with self._lock:
             rows = self._kept.pop(prepared.digest, None)
         if rows is None:
             rows = self.computed(prepared)
         with self._lock:
             self._kept[prepared.digest] = rows
-            while len(self._kept) > KEPT:
+            # The last stays whatever its size: its parts are asked for one after the other.
+            while len(self._kept) > 1 and (len(self._kept) > KEPT or sum(map(len, self._kept.values())) > KEPT * self.rooms[-1]):
                 self._kept.popitem(last=False)
         return rows
 

@@ -170,6 +170,16 @@ def test_rows_of_the_last_sounds_are_kept(monkeypatch):
     assert found.rows(SOUND) is not first and len(runs) == 4
 
 
+def test_rows_of_long_sounds_are_not_kept_beyond_what_is_planned(monkeypatch):
+    """In the 12B, which hears sounds of any length."""
+    monkeypatch.setattr(tower, "KEPT", 4)
+    found = loaded("unified")
+    long = found.rows(audio_oracle.sound(70))  # 3,072 rows, as many as are planned for four sounds
+    assert len(long) == 4 * sounds.ROOMS[-1] and found.rows(audio_oracle.sound(70)) is long
+    short = found.rows(SOUND)
+    assert found.rows(audio_oracle.sound(70)) is not long and found.rows(SOUND) is not short
+
+
 def test_rows_do_not_depend_on_what_is_behind():
     """A program is for sounds up to a length; what fills a shorter one up changes nothing."""
     found = loaded()
