@@ -23,7 +23,7 @@ from jaxspec.audio.config import AudioConfig, TowerConfig, audio_config
 from jaxspec.audio.features import SAMPLING_RATE, Frames, Mel, read_features
 from jaxspec.checkpoint.files import AUDIO
 from jaxspec.checks import type_name
-from jaxspec.media.files import name_of, read_from, reason_of
+from jaxspec.media.files import file_in, name_of, read_from, reason_of
 from jaxspec.media.tower import AHEAD, KEPT, Held, Media
 
 # Rows of a sound that calls have room for: of ten seconds, and of thirty. In the 12B, longer ones are computed in parts.
@@ -31,7 +31,7 @@ ROOMS = (256, 768)
 LEAST_ROWS = 192  # of the smallest program that runs a tower: 7.7 seconds; others take twice as many, 4 times, ...
 SIZES = 3  # of such programs that are compiled at warm-up: up to 30 seconds
 EXPECTED = (
-    f"expected an array of samples [n] of floats, {SAMPLING_RATE:,} a second, (samples, rate), a dict with 'array' and 'sampling_rate', "
+    f"expected an array of samples [n] of floats, {SAMPLING_RATE:,} a second, (samples, rate), a dataset's cell, "
     "the path or the bytes of a sound file, or a URL that begins with data:, file://, http:// or https://"
 )
 
@@ -71,13 +71,14 @@ def check_libraries() -> None:
 def source_of(sound: Any) -> Source:
     """Looks at a sound without decoding it; one behind a URL is fetched.
 
-    sound: samples [n] of floats, at 16,000 a second, as an array or a list; (samples, rate), or a dict with "array" and "sampling_rate", as
-    datasets have it; a path, the bytes of a sound file, or a URL that begins with data:, file://, http:// or https://; a `Source` stays as
-    it is. Raises ImportError for a file or another rate without soundfile and soxr, TypeError for something else, and ValueError, which
-    names the sound, for what cannot be read.
+    sound: samples [n] of floats, at 16,000 a second, as an array or a list; (samples, rate); what a dataset has, a dict with "array" and
+    "sampling_rate", or with "bytes" or "path", or a torchcodec AudioDecoder, which is decoded; a path, the bytes of a sound file, or a URL
+    that begins with data:, file://, http:// or https://; a `Source` stays as it is. Raises ImportError for a file or another rate without
+    soundfile and soxr, TypeError for something else, and ValueError, which names the sound, for what cannot be read.
     """
     if isinstance(sound, Source):
         return sound
+    sound = file_in(sound)
     name = name_of(sound)
     if name is None:
         return _of_samples(sound)
@@ -92,6 +93,9 @@ def _of_samples(sound: Any) -> Source:
     given, rate = sound, SAMPLING_RATE
     if isinstance(sound, Mapping) and "array" in sound:
         given, rate = sound["array"], sound.get("sampling_rate", SAMPLING_RATE)
+    elif hasattr(sound, "get_all_samples"):
+        decoded = sound.get_all_samples()
+        given, rate = decoded.data.mean(dim=0), decoded.sample_rate
     elif isinstance(sound, list | tuple) and len(sound) == 2 and not isinstance(sound[0], numbers.Real):
         given, rate = sound
     if not isinstance(given, list | tuple) and not hasattr(given, "__array__"):
@@ -219,7 +223,7 @@ class Sounds(Media):
         most, seconds = self.features.most_samples, source.samples / SAMPLING_RATE
         if most is not None and source.samples > most:
             longest = most // SAMPLING_RATE
-            raise ValueError(f"{source.name} lasts {seconds:.2f} seconds; the tower hears {longest} at most: cut it into parts")
+            raise ValueError(f"{source.name} lasts {seconds:.4f} seconds; the tower hears {longest} at most: cut it into parts")
         if not self.features.count(source.samples):
             raise ValueError(f"{source.name} lasts {seconds:.4f} seconds, which are too few to hear anything")
         return source

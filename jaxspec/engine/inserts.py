@@ -259,10 +259,10 @@ def taken_out(messages: Any, kinds: Sequence[str]) -> tuple[Any, dict[str, list[
         if kind not in media:
             return part
         found = next((part[field] for field in fields if part.get(field) is not None), None)
-        # OpenAI has {"url": ...}, which may say how finely it is read, and {"data": ..., "format": ...}; datasets have {"array": ...}.
-        if isinstance(found, Mapping) and "array" not in found:
-            data = found.get("data")
-            found = found.get("url") if data is None else f"data:audio/{found.get('format')};base64,{data}"
+        if isinstance(found, Mapping) and "data" in found:  # OpenAI's {"data": ..., "format": ...}
+            found = f"data:audio/{found.get('format')};base64,{found['data']}"
+        elif isinstance(found, Mapping) and not found.keys() & {"array", "bytes", "path"}:  # {"url": ...}, maybe with "detail"
+            found = found.get("url")
         elif found is not None and found is part.get("base64"):
             found = f"data:{kind};base64,{found}"
         if found is None:

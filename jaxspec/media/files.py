@@ -8,6 +8,7 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxspec.checks import type_name
@@ -26,6 +27,13 @@ class Coming(str):
         return found
 
     answer: concurrent.futures.Future[bytes]
+
+
+def file_in(given: Any) -> Any:
+    """The file that a cell of a dataset has as {"bytes": ..., "path": ...}, where one of them may be None; anything else as it is."""
+    if not isinstance(given, Mapping) or not given or not given.keys() <= {"bytes", "path"}:
+        return given
+    return given.get("path") if given.get("bytes") is None else given["bytes"]
 
 
 def name_of(file: Any) -> str | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxspec.checkpoint.files import IMAGES
 from jaxspec.checks import type_name
-from jaxspec.media.files import name_of, read_from, reason_of
+from jaxspec.media.files import file_in, name_of, read_from, reason_of
 from jaxspec.media.tower import AHEAD, KEPT, Held, Media
 from jaxspec.vision import gemma4_tower, unified_embedder
 from jaxspec.vision.config import TowerConfig, VisionConfig, vision_config
@@ -52,12 +52,13 @@ class Prepared(NamedTuple):
 def source_of(image: Any) -> Source:
     """Looks at an image without decoding it; one behind a URL is fetched.
 
-    image: a PIL image, a NumPy array [height, width, 3] of uint8, a path, the bytes of an image file, or a URL that begins with data:,
-    file://, http:// or https://; a `Source` stays as it is. Raises ImportError without Pillow, TypeError for something else, and
-    ValueError, which names the image, for what cannot be read.
+    image: a PIL image, a NumPy array [height, width, 3] of uint8, a path, the bytes of an image file, a dict with "bytes" or "path", as
+    datasets have it, or a URL that begins with data:, file://, http:// or https://; a `Source` stays as it is. Raises ImportError without
+    Pillow, TypeError for something else, and ValueError, which names the image, for what cannot be read.
     """
     if isinstance(image, Source):
         return image
+    image = file_in(image)
     name = _name(image)
     with _explained(name):
         data = _data(image)

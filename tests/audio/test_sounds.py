@@ -2,6 +2,7 @@
 
 import io
 import re
+import types
 
 import audio_oracle
 import jax.numpy as jnp
@@ -63,6 +64,22 @@ def test_two_numbers_are_a_sound_of_two_samples():
 def test_files_that_cannot_be_searched_are_read(subtype):
     source = source_of(written(np.tile(SOUND, 4), subtype=subtype))
     assert len(samples_of(source)) == source.samples >= 32_000
+
+
+def test_what_datasets_hold_is_read(tmp_path):
+    """Cells of files, and what decodes them from version 4 on."""
+    (tmp_path / "sound.wav").write_bytes(written(SOUND))
+    stereo = types.SimpleNamespace(data=torch.tensor(np.stack([SOUND, SOUND / 2])), sample_rate=16_000)
+    decoder = types.SimpleNamespace(get_all_samples=lambda: stereo)
+    for cell, expected in (
+        ({"bytes": written(SOUND), "path": "elsewhere.wav"}, SOUND),
+        ({"bytes": None, "path": str(tmp_path / "sound.wav")}, SOUND),
+        ({"path": str(tmp_path / "sound.wav")}, SOUND),
+        (decoder, SOUND * 0.75),
+    ):
+        np.testing.assert_allclose(samples_of(source_of(cell)), expected, atol=1e-7)
+    with pytest.raises(TypeError, match="a sound is of type NoneType; expected an array"):
+        source_of({"bytes": None, "path": None})
 
 
 @pytest.mark.parametrize(

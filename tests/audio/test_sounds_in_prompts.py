@@ -169,6 +169,7 @@ def test_a_conversation_with_sounds_in_every_form(tmp_path):
         {"type": "audio", "audio": heard},
         {"type": "audio", "audio": (heard, 16_000)},
         {"type": "audio", "audio": {"array": heard, "sampling_rate": 16_000}},
+        {"type": "audio", "audio": {"bytes": path.read_bytes(), "path": None}},
         {"type": "audio", "audio": torch.tensor(heard)},
         {"type": "audio", "audio": heard.tolist()},
         {"type": "audio", "path": str(path)},
@@ -202,7 +203,7 @@ def test_what_cannot_be_read_is_refused_at_the_door(tmp_path):
             llm.chat([{"role": "user", "content": [part, {"type": "text", "text": "?"}]}])
     with pytest.raises(ValueError, match="prompt 0: 1 sound and 0 audio tokens .<unused8>, 8. are given; expected one for each sound"):
         llm.generate({"prompt": "<audio>?", "multi_modal_data": {"audio": heard}})
-    with pytest.raises(ValueError, match=r"prompt 0: an array \[488000\] of float32 lasts 30.50 seconds; the tower hears 30 at most"):
+    with pytest.raises(ValueError, match=r"prompt 0: an array \[488000\] of float32 lasts 30.5000 seconds; the tower hears 30 at most"):
         llm.generate({"prompt": "<unused8>", "multi_modal_data": {"audio": audio_oracle.sound(30.5)}})
     with pytest.raises(ValueError, match="prompt 0 has images or sounds, of which prompt_logprobs"):
         llm.generate({"prompt": "<unused8>", "multi_modal_data": {"audio": heard}}, SamplingParams(prompt_logprobs=1))
