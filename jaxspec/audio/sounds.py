@@ -90,11 +90,11 @@ def source_of(sound: Any) -> Source:
 
 
 def _of_samples(sound: Any) -> Source:
-    given, rate = sound, SAMPLING_RATE
+    given, rate, decode = sound, SAMPLING_RATE, getattr(sound, "get_all_samples", None)
     if isinstance(sound, Mapping) and "array" in sound:
         given, rate = sound["array"], sound.get("sampling_rate", SAMPLING_RATE)
-    elif hasattr(sound, "get_all_samples"):
-        decoded = sound.get_all_samples()
+    elif decode is not None:
+        decoded = decode()
         given, rate = decoded.data.mean(dim=0), decoded.sample_rate
     elif isinstance(sound, list | tuple) and len(sound) == 2 and not isinstance(sound[0], numbers.Real):
         given, rate = sound

@@ -80,6 +80,8 @@ def test_an_image_is_opened_from_whatever_it_comes_as(file, server, monkeypatch)
         file.as_uri(),
         f"~/{file.name}",
         DATA,
+        {"bytes": DATA, "path": "elsewhere.png"},
+        {"bytes": None, "path": str(file)},
         bytearray(DATA),
         memoryview(DATA),
         URL,
