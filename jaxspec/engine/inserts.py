@@ -152,7 +152,7 @@ class Inserts:
     """Makes the inserts of prompts.
 
     towers: by what they read, "image" or "audio". rooms: for how many rows calls have room, ascending; a medium with more rows than the
-    last, which see not one another, has parts. texts: those of the towers' tokens, for errors.
+    last, which do not see one another, has parts. texts: those of the towers' tokens, for errors.
     """
 
     def __init__(self, towers: Mapping[str, Tower], rooms: Sequence[int], texts: Mapping[str, str]):

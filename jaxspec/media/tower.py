@@ -109,7 +109,7 @@ class Media(abc.ABC):
     @property
     @abc.abstractmethod
     def rooms(self) -> tuple[int, ...]:
-        """For how many rows of a medium calls have room, ascending. With more, it is computed in parts, if its rows see not one another."""
+        """For how many rows of a medium calls have room, ascending. One with more, whose rows do not see one another, is computed in parts."""
 
     @property
     @abc.abstractmethod
