@@ -109,7 +109,7 @@ class Media(abc.ABC):
     @property
     @abc.abstractmethod
     def rooms(self) -> tuple[int, ...]:
-        """For how many rows of a medium calls have room, ascending. One with more, whose rows do not see one another, is computed in parts."""
+        """For how many rows of a medium calls have room, ascending. With more, one whose rows do not see one another has parts."""
 
     @property
     @abc.abstractmethod
