@@ -6,12 +6,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import media_oracle
 import numpy as np
-import oracle
 import torch
 import transformers
 
-TEXT = 24  # the width of the text models
+TEXT = media_oracle.TEXT  # the width of the text models
 TOWER = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -30,13 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def config(kind: str) -> dict[str, Any]:
     """config.json of a tiny target with sounds, in released form."""
-    text = oracle.text_config("12B" if kind == "unified" else "E4B", hidden_size=TEXT, num_hidden_layers=1, layer_types=[oracle.F])
-    text = {**text, "num_kv_shared_layers": 0}
-    if kind == "unified":
-        unused = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
-        text = {field: value for field, value in text.items() if field not in unused}
-        return {"model_type": "gemma4_unified", "text_config": text, "vision_config": None, "audio_config": KINDS[kind]}
-    return {"model_type": "gemma4", "text_config": text, "vision_config": None, "audio_config": {**TOWER, **KINDS[kind]}}
+    return media_oracle.config(kind, {"audio_config": KINDS[kind] if kind == "unified" else {**TOWER, **KINDS[kind]}})
 
 
 def drawn(model: torch.nn.Module, seed: int) -> None:
@@ -60,15 +54,7 @@ def drawn(model: torch.nn.Module, seed: int) -> None:
 @torch.no_grad()
 def saved(kind: str) -> tuple[Any, Path]:
     """A tiny random target and the folder where transformers saved it. Shared by all tests: do not change either."""
-    released = config(kind)
-    read = transformers.CONFIG_MAPPING[released["model_type"]].from_dict(released)
-    read._attn_implementation = "eager"
-    family = type(read).__name__.removesuffix("Config")
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(read).eval()
-    drawn(model, len(kind))
-    folder = oracle._temporary() / f"sounds-{kind}"
-    model.save_pretrained(folder)
-    return model, folder
+    return media_oracle.saved(config(kind), f"sounds-{kind}", functools.partial(drawn, seed=len(kind)))
 
 
 def extractor(kind: str, **settings: Any) -> Any:

@@ -6,12 +6,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import media_oracle
 import numpy as np
-import oracle
 import torch
-import transformers
 
-TEXT = 24  # the width of the text models
+TEXT = media_oracle.TEXT  # the width of the text models
 TOWER = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -32,25 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def config(kind: str) -> dict[str, Any]:
     """config.json of a tiny target with images, in released form."""
-    text = oracle.text_config("12B" if kind == "unified" else "E4B", hidden_size=TEXT, num_hidden_layers=1, layer_types=[oracle.F])
-    text = {**text, "num_kv_shared_layers": 0}
-    if kind == "unified":
-        unused = ("enable_moe_block", "hidden_size_per_layer_input", "vocab_size_per_layer_input")
-        text = {field: value for field, value in text.items() if field not in unused}
-        return {"model_type": "gemma4_unified", "text_config": text, "vision_config": KINDS[kind], "audio_config": None}
-    return {"model_type": "gemma4", "text_config": text, "vision_config": {**TOWER, **KINDS[kind]}, "audio_config": None}
+    return media_oracle.config(kind, {"vision_config": KINDS[kind] if kind == "unified" else {**TOWER, **KINDS[kind]}})
 
 
-@functools.cache
-@torch.no_grad()
-def saved(kind: str) -> tuple[Any, Path]:
-    """A tiny random target and the folder where transformers saved it. Shared by all tests: do not change either."""
-    released = config(kind)
-    read = transformers.CONFIG_MAPPING[released["model_type"]].from_dict(released)
-    read._attn_implementation = "eager"
-    family = type(read).__name__.removesuffix("Config")
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(read).eval()
-    generator = torch.Generator().manual_seed(len(kind))
+def drawn(model: torch.nn.Module, seed: int) -> None:
+    """Draws the weights of a model."""
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
@@ -62,9 +48,13 @@ def saved(kind: str) -> tuple[Any, Path]:
             value.copy_(1 + 0.3 * draw(*value.shape))
         else:
             value.copy_(draw(*value.shape) * (0.5 if "position" in name or "bias" in name else value.shape[-1] ** -0.5))
-    folder = oracle._temporary() / f"images-{kind}"
-    model.save_pretrained(folder)
-    return model, folder
+
+
+@functools.cache
+@torch.no_grad()
+def saved(kind: str) -> tuple[Any, Path]:
+    """A tiny random target and the folder where transformers saved it. Shared by all tests: do not change either."""
+    return media_oracle.saved(config(kind), f"images-{kind}", functools.partial(drawn, seed=len(kind)))
 
 
 @torch.no_grad()

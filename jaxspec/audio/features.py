@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.audio.config import AudioConfig, EmbedderConfig
-from jaxspec.checkpoint.files import PREPROCESSOR, PROCESSOR, read_json
 from jaxspec.checks import integer, number
+from jaxspec.media.processor import settings_of
 
 SAMPLING_RATE = 16_000  # samples a second
 MOST_SAMPLES = 480_000  # of a sound for an encoder: 30 seconds
@@ -99,7 +99,7 @@ class Frames:
 def read_features(folder: Path, config: AudioConfig) -> Mel | Frames:
     """What a checkpoint's folder says about features, and the published settings for what it does not say. Raises ValueError for what is
     not served."""
-    file, found = _settings(folder)
+    file, found = settings_of(folder, "feature_extractor")
     fixed = {"sampling_rate": SAMPLING_RATE}
     if isinstance(config.tower, EmbedderConfig):
         width = config.tower.audio_embed_dim
@@ -139,14 +139,3 @@ def _expect(file: str, found: Mapping[str, Any], expected: Mapping[str, Any]) ->
     for name, value in expected.items():
         if found.get(name, value) != value:
             raise ValueError(f"{file}: {name} of the feature extractor is {found[name]!r}; expected {value}")
-
-
-def _settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """The feature extractor's settings and the name of the file that has them; nothing where no file does."""
-    for name in (PROCESSOR, PREPROCESSOR):
-        if (folder / name).exists():
-            found = read_json(folder / name)
-            found = found.get("feature_extractor") if name == PROCESSOR else found
-            if isinstance(found, Mapping) and (name == PROCESSOR or "feature_extractor_type" in found):
-                return name, found
-    return PROCESSOR, {}

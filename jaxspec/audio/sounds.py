@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import io
 import numbers
 import os
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jaxspec.audio.features import SAMPLING_RATE, Frames, Mel, read_features
 from jaxspec.checkpoint.files import AUDIO
 from jaxspec.checks import type_name
 from jaxspec.media.files import file_in, name_of, read_from, reason_of
-from jaxspec.media.tower import AHEAD, KEPT, Held, Media
+from jaxspec.media.tower import AHEAD, KEPT, Held, Media, Prepared
 
 # Rows of a sound that calls have room for: of ten seconds, and of thirty. In the 12B, longer ones are computed in parts.
 ROOMS = (256, 768)
@@ -50,13 +49,6 @@ class Source:
     def samples(self) -> int:
         """Its length at the towers' sampling rate."""
         return -(-self.length * SAMPLING_RATE // self.rate)
-
-
-class Prepared(NamedTuple):
-    """A sound that is decoded. samples: [n] float32, 16,000 a second. digest: equal for sounds with the same samples alone."""
-
-    samples: np.ndarray
-    digest: bytes
 
 
 def check_libraries() -> None:
@@ -94,8 +86,9 @@ def _of_samples(sound: Any) -> Source:
     if isinstance(sound, Mapping) and "array" in sound:
         given, rate = sound["array"], sound.get("sampling_rate", SAMPLING_RATE)
     elif decode is not None:
-        decoded = decode()
-        given, rate = decoded.data.mean(dim=0), decoded.sample_rate
+        with _explained(f"a {type_name(sound)}"):
+            decoded = decode()
+            given, rate = decoded.data.mean(dim=0), decoded.sample_rate
     elif isinstance(sound, list | tuple) and len(sound) == 2 and not isinstance(sound[0], numbers.Real):
         given, rate = sound
     if not isinstance(given, list | tuple) and not hasattr(given, "__array__"):
@@ -237,14 +230,9 @@ class Sounds(Media):
         return [self.config.boa_token_id, *[self.config.audio_token_id] * count, self.config.eoa_token_index]
 
     def prepared(self, sound: Any) -> Prepared:
-        """Decodes a sound. Argument and errors are those of `source`, and ValueError for a damaged file."""
-        samples = samples_of(self.source(sound))
-        return Prepared(samples, hashlib.sha256(samples.tobytes()).digest())
-
-    def rows(self, sound: Any) -> jax.Array:
-        """What a target reads in place of a sound's token embeddings: [R, text hidden] in the tower's dtype, of which the first `count` are
-        the sound's. Those of the last sounds are kept. sound: what `prepared` gives or takes."""
-        return self.kept_or_computed(sound if isinstance(sound, Prepared) else self.prepared(sound))
+        """Decodes a sound to samples [n] float32, 16,000 a second. Argument and errors are those of `source`, and ValueError for a damaged
+        file."""
+        return Prepared.of(samples_of(self.source(sound)))
 
     def warmup(self) -> list[jax.Array]:
         """Compiles the tower for sounds up to 30 seconds. Returns rows of each size that it gives."""
@@ -253,11 +241,11 @@ class Sounds(Media):
         return [jax.block_until_ready(self.computed(sound)) for sound in sounds]
 
     def computed(self, prepared: Prepared) -> jax.Array:
-        frames, size = self.features.count(len(prepared.samples)), LEAST_ROWS * self.features.frames_a_row
+        frames, size = self.features.count(len(prepared.data)), LEAST_ROWS * self.features.frames_a_row
         while size < frames:
             size *= 2
         samples = np.zeros(size * self.features.hop_length, np.float32)
-        known = prepared.samples[: len(samples)]  # what follows lies in no frame
+        known = prepared.data[: len(samples)]  # what follows lies in no frame
         samples[: len(known)] = known
         return _run(self.held, samples, frames, features=self.features)
 

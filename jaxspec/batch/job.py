@@ -281,8 +281,8 @@ class BatchJob:
         return BatchResult(written, self._known.count, failed, self._bad, self.files.result, self.files.errors)
 
     def _requests(self, bar: Any) -> Iterator[_Asked]:
-        """Yields what remains to be done, and reads the input only as far as that is asked for: with images some lines further, where what
-        URLs name is fetched."""
+        """Yields what remains to be done, and reads the input only as far as that is asked for: with images or sounds some lines further,
+        where what URLs name is fetched."""
         with Fetches(self._llm.media) as fetches:
             for asked, line, samples in fetches.ahead(self._left(bar), 0 if self._input.live else AHEAD):
                 try:

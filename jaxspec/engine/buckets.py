@@ -32,7 +32,6 @@ class Buckets:
     prefill_rows: int = PREFILL_ROWS  # of the largest prefill call
     # Up to which position a call may compute several parts of PREFILL_CHUNK rows of a prompt; 0 where it computes one part of each.
     parts_end: int = 0
-    insert_rows: tuple[int, ...] = ()  # see `Settings`
 
     @property
     def decode(self) -> list[int]:

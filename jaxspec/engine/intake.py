@@ -21,7 +21,7 @@ from jaxspec.foreign_names import PARAMS_HERE
 from jaxspec.sampling.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_IDS
 from jaxspec.sampling.logprobs import MAX_LOGPROBS
 from jaxspec.structured.params import StructuredOutputsParams
-from jaxspec.text import OutputText, Tokenizer
+from jaxspec.text import MEDIA, OutputText, Tokenizer
 
 MAX_STOP_IDS = 16
 # Keys of a prompt that vLLM or transformers knows, and why they are refused.
@@ -282,7 +282,7 @@ def _media(index: int, given: Any, kinds: Sequence[str]) -> dict[str, list[Any]]
         raise TypeError(f"'multi_modal_data' of prompt {index} is of type {type(given).__name__}, expected a dict with {expected}")
     others = [key for key, value in given.items() if key not in kinds and _says_something(value)]
     if others:
-        hint = {"image": "; to read images, load with images=True", "audio": "; to hear sounds, load with audio=True"}.get(others[0], "")
+        _, hint = MEDIA.get(others[0], ("", ""))
         raise ValueError(f"'multi_modal_data' of prompt {index} has {others[0]!r}, expected {expected} alone{hint}")
     found = {kind: given[kind] for kind in kinds if given.get(kind) is not None}
     return {kind: list(media) if are_several(media) else [media] for kind, media in found.items()}

@@ -132,9 +132,10 @@ class ProgramChoice:
         found = list[NextRows]()
         for request, rows in zip(requests, computed, strict=True):
             insert = request.next_insert(rows)
-            chunk = 0 if insert is None else self._buckets.inserts(insert.room)[0][1]
-            insert = request.insert_within(rows, chunk)
-            if insert is not None:
+            if insert is None:
+                continue
+            (_, chunk), *_ = self._buckets.inserts(insert.room)
+            if request.has_within(insert, rows, chunk):
                 goal = request.next_stop(insert.end, insert)
                 found.append(NextRows(request, rows, goal, min(goal - rows, chunk), insert))
         return found

@@ -116,13 +116,10 @@ class Request:
         """The first insert that does not begin before this row."""
         return next((insert for insert in self.inserts if insert.begin >= rows), None)
 
-    def insert_within(self, rows: int, count: int) -> Insert | None:
-        """The insert that a call computes with the next `count` rows, once `rows` are; None if there is none, or if its prompt is to be
-        kept before that."""
-        insert = self.next_insert(rows)
-        if insert is None or insert.end > rows + count or any(rows < goal <= insert.begin for goal in self.goals):
-            return None
-        return insert
+    def has_within(self, insert: Insert, rows: int, count: int) -> bool:
+        """Whether a call computes this insert, the next one, with the next `count` rows, once `rows` are: not if its prompt is to be kept
+        before that."""
+        return insert.end <= rows + count and not any(rows < goal <= insert.begin for goal in self.goals)
 
     def next_stop(self, least: int, own: Insert | None = None) -> int:
         """Up to which row it is computed next, `least` at least: to where its prompt is kept, an insert begins which is not this one, or

@@ -74,7 +74,7 @@ class Runner:
         self.programs = Programs(target, drafter, settings, slots=self.total_slots, placement=placement, times=self.times)
         most = prefill_rows(target, in_kernels(settings.attention))
         end = parts_end(target, drafter, self.programs.state)
-        self.buckets = Buckets(settings.max_slots, settings.max_len, most, end, settings.insert_rows)
+        self.buckets = Buckets(settings.max_slots, settings.max_len, most, end)
         self.drafting = Drafting(drafter, self.programs, self.held)
         # Rounds without drafts would never end a trial.
         self.choice = ProgramChoice(self.programs, self.buckets, must_draft=lambda: self.drafting.trial is not None)

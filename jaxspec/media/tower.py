@@ -6,13 +6,14 @@ import abc
 import collections
 import copy
 import functools
+import hashlib
 import math
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +33,15 @@ AHEAD = 8  # media whose rows are on their way into prompts
 KEPT = 16  # media whose rows are kept, on the device
 
 
-class Prepared(Protocol):
-    """A medium that is decoded. digest: equal for media that give the same rows alone."""
+class Prepared(NamedTuple):
+    """A medium that is decoded: what a tower reads of it. digest: equal for equal data of one shape alone."""
 
-    @property
-    def digest(self) -> bytes: ...
+    data: np.ndarray
+    digest: bytes
+
+    @classmethod
+    def of(cls, data: np.ndarray) -> Prepared:
+        return cls(data, hashlib.sha256(f"{data.shape} ".encode() + data.tobytes()).digest())
 
 
 class Form:
@@ -122,7 +127,11 @@ class Media(abc.ABC):
         may run in them, and hold no scores."""
 
     @abc.abstractmethod
-    def computed(self, prepared: Any) -> jax.Array:
+    def prepared(self, medium: Any) -> Prepared:
+        """Decodes a medium. Raises TypeError or ValueError for what is none."""
+
+    @abc.abstractmethod
+    def computed(self, prepared: Prepared) -> jax.Array:
         """What the tower makes of a prepared medium: rows [R, text hidden], of which the first are the medium's."""
 
     @classmethod
@@ -215,8 +224,10 @@ class Media(abc.ABC):
         """Bytes of the tower's weights."""
         return nbytes(self.tower)
 
-    def kept_or_computed(self, prepared: Prepared) -> jax.Array:
-        """`computed`, or what it was for an equal medium; that of the last ones is kept, as far as memory is planned for it."""
+    def rows(self, medium: Any) -> jax.Array:
+        """What a target reads in place of a medium's token embeddings: [R, text hidden] in the tower's dtype, of which the first `count`
+        are the medium's. Those of the last ones are kept, as far as memory is planned for it. medium: what `prepared` gives or takes."""
+        prepared = medium if isinstance(medium, Prepared) else self.prepared(medium)
         with self._lock:
             rows = self._kept.pop(prepared.digest, None)
         if rows is None:

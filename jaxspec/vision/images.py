@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import numpy as np
 from jaxspec.checkpoint.files import IMAGES
 from jaxspec.checks import type_name
 from jaxspec.media.files import file_in, name_of, read_from, reason_of
-from jaxspec.media.tower import AHEAD, KEPT, Held, Media
+from jaxspec.media.tower import AHEAD, KEPT, Held, Media, Prepared
 from jaxspec.vision import gemma4_tower, unified_embedder
 from jaxspec.vision.config import TowerConfig, VisionConfig, vision_config
 from jaxspec.vision.preprocessing import Preprocessing, read_preprocessing
@@ -40,13 +39,6 @@ class Source:
     data: Any
     width: int
     height: int
-
-
-class Prepared(NamedTuple):
-    """An image at the size that a tower reads. pixels: [height, width, 3] uint8. digest: equal for images with the same pixels alone."""
-
-    pixels: np.ndarray
-    digest: bytes
 
 
 def source_of(image: Any) -> Source:
@@ -209,18 +201,12 @@ class Images(Media):
         return self.preprocessing.count(source.width, source.height)
 
     def prepared(self, image: Any) -> Prepared:
-        """Decodes an image and makes it fit. Argument and errors are those of `opened`."""
-        pixels = self.preprocessing.resized(opened(image))
-        return Prepared(pixels, hashlib.sha256(b"%d %d " % pixels.shape[:2] + pixels.tobytes()).digest())
+        """Decodes an image and makes it fit: pixels [height, width, 3] uint8. Argument and errors are those of `opened`."""
+        return Prepared.of(self.preprocessing.resized(opened(image)))
 
     def tokens(self, count: int) -> list[int]:
         """The tokens of an image of so many rows in a prompt: its beginning, one for each row, its end."""
         return [self.config.boi_token_id, *[self.config.image_token_id] * count, self.config.eoi_token_id]
-
-    def rows(self, image: Any) -> jax.Array:
-        """What a target reads in place of an image's token embeddings: [max_soft_tokens, text hidden] in the tower's dtype, of which the
-        first `count` are the image's. Those of the last images are kept. image: what `prepared` gives or takes."""
-        return self.kept_or_computed(image if isinstance(image, Prepared) else self.prepared(image))
 
     def warmup(self) -> list[jax.Array]:
         """Compiles the tower, by an image of one soft token. Returns its rows."""
@@ -228,7 +214,7 @@ class Images(Media):
         return [jax.block_until_ready(self.computed(Prepared(np.zeros((side, side, 3), np.uint8), b"")))]
 
     def computed(self, prepared: Prepared) -> jax.Array:
-        return _run(self.held, self.preprocessing.levels, *self.preprocessing.patched(prepared.pixels))
+        return _run(self.held, self.preprocessing.levels, *self.preprocessing.patched(prepared.data))
 
 
 @jax.jit

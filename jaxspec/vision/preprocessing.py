@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.files import PREPROCESSOR, PROCESSOR, read_json
 from jaxspec.checks import integer, number
+from jaxspec.media.processor import settings_of
 from jaxspec.vision.config import VisionConfig
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)  # what max_soft_tokens may be
@@ -88,7 +87,7 @@ def read_preprocessing(folder: Path, config: VisionConfig, max_soft_tokens: int 
 
     max_soft_tokens: in place of the checkpoint's. Raises TypeError or ValueError for what is not served.
     """
-    file, found = _settings(folder)
+    file, found = settings_of(folder, "image_processor")
     for name, expected in (("patch_size", config.patch_size), ("pooling_kernel_size", config.pooling_kernel_size)):
         if found.get(name, expected) != expected:
             raise ValueError(f"{file}: {name} is {found[name]!r}, but that of vision_config is {expected}")
@@ -111,14 +110,3 @@ def read_preprocessing(folder: Path, config: VisionConfig, max_soft_tokens: int 
     if longest > config.max_position:
         raise ValueError(f"max_soft_tokens is {most}, for images {longest} patches long; the tower has {config.max_position} positions")
     return made
-
-
-def _settings(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """The image processor's settings and the name of the file that has them; nothing where no file does."""
-    for name in (PROCESSOR, PREPROCESSOR):
-        if (folder / name).exists():
-            found = read_json(folder / name)
-            found = found.get("image_processor") if name == PROCESSOR else found
-            if isinstance(found, Mapping):
-                return name, found
-    return PROCESSOR, {}

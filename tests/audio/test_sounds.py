@@ -78,6 +78,8 @@ def test_what_datasets_hold_is_read(tmp_path):
         (decoder, SOUND * 0.75),
     ):
         np.testing.assert_allclose(samples_of(source_of(cell)), expected, atol=1e-7)
+    with pytest.raises(ValueError, match="a types.SimpleNamespace cannot be read as a sound: division by zero; expected an array"):
+        source_of(types.SimpleNamespace(get_all_samples=lambda: 1 / 0))
     with pytest.raises(TypeError, match="a sound is of type NoneType; expected an array"):
         source_of({"bytes": None, "path": None})
 

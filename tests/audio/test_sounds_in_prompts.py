@@ -11,23 +11,23 @@ import shutil
 import adapters
 import audio_oracle
 import jax.numpy as jnp
+import media_oracle
 import numpy as np
 import oracle
 import pytest
 import soundfile
 import tiny
 import torch
-import transformers
 import vision_oracle
-from PIL import Image
-from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
+from media_oracle import after, logprobs, picture, same
 
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.audio import Sounds, sounds
 from jaxspec.vision import Images
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = pytest.mark.usefixtures("quick_to_compile", "masks_of_the_12b")
+masks_of_the_12b = media_oracle.masks_of_the_12b
 IMAGE, AUDIO = 5, 8  # tokens of the pocket tokenizer that nothing else uses
 TOKENS = {"image_token_id": IMAGE, "boi_token_id": 6, "eoi_token_id": 7, "audio_token_id": AUDIO, "boa_token_id": 9, "eoa_token_index": 10}
 TEMPLATE = (
@@ -45,14 +45,12 @@ def saved(kind):
     config = vision_oracle.config(kind) | {"audio_config": audio_oracle.config(kind)["audio_config"]} | TOKENS
     text = oracle.text_config("12B" if kind == "unified" else "E4B", vocab_size=tiny.VOCAB, vocab_size_per_layer_input=tiny.VOCAB)
     config["text_config"] = {k: v for k, v in text.items() if k in config["text_config"]}
-    read = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    read._attn_implementation = "eager"
-    model = getattr(transformers, f"{type(read).__name__.removesuffix('Config')}ForConditionalGeneration")(read).eval()
-    with torch.no_grad():
+
+    def drawn(model):
         oracle.randomise(model, 1)
         audio_oracle.drawn(model, 1)
-    folder = oracle._temporary() / f"sounding-{kind}"
-    model.save_pretrained(folder)
+
+    model, folder = media_oracle.saved(config, f"sounding-{kind}", drawn)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny.POCKET / name, folder / name)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -67,24 +65,6 @@ def loaded(kind, **more):
         return jaxspec.load(saved(kind)[1], "ngram", **settings)
 
 
-@pytest.fixture(autouse=True)
-def masks_of_the_12b(monkeypatch):
-    """See tests/vision/test_images_in_prompts.py."""
-    made = getattr(unified, "create_masks_for_generate", None)
-
-    def masks(*args, block_sequence_ids=None, **kwargs):
-        if block_sequence_ids is None:
-            return made(*args, **kwargs)
-        return unified.create_masks_for_vision_model(*args, block_sequence_ids=block_sequence_ids, **kwargs)
-
-    if made is not None:
-        monkeypatch.setattr(unified, "create_masks_for_generate", masks)
-
-
-def picture(seed, size):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
-
-
 @torch.no_grad()
 def expected(kind, ids, heard, seen=()):
     """What transformers generates after token ids in which sounds and images have all their tokens: tokens and their log-probabilities."""
@@ -93,25 +73,11 @@ def expected(kind, ids, heard, seen=()):
     more = {"input_features": found["input_features"], "input_features_mask": found["input_features_mask"]}
     if seen:
         made = Images.load(folder, jnp.float32, ROWS)
-        patched = [made.preprocessing.patched(made.prepared(image).pixels) for image in seen]
+        patched = [made.preprocessing.patched(made.prepared(image).data) for image in seen]
         more["pixel_values"] = torch.tensor(np.stack([made.preprocessing.levels[patches] for patches, _ in patched]))
         more["image_position_ids"] = torch.tensor(np.stack([positions for _, positions in patched])).long()
-    ids = torch.tensor(ids)[None]
-    more["mm_token_type_ids"] = (ids == IMAGE).long() + 3 * (ids == AUDIO).long()
-    more |= {"do_sample": False, "min_new_tokens": 8, "max_new_tokens": 8, "attention_mask": torch.ones_like(ids)}
-    out = model.generate(ids, **more, output_logits=True, return_dict_in_generate=True)
-    tokens = out.sequences[0, ids.shape[1] :].tolist()
-    return tokens, [torch.log_softmax(row[0], -1)[token].item() for row, token in zip(out.logits, tokens, strict=True)]
-
-
-def logprobs(answer):
-    return [row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-
-
-def same(answer, wanted):
-    tokens, values = wanted
-    assert answer.token_ids == tokens
-    np.testing.assert_allclose(logprobs(answer), values, atol=2e-3)
+    given = torch.tensor(ids)[None]
+    return after(model, ids, **more, mm_token_type_ids=(given == IMAGE).long() + 3 * (given == AUDIO).long())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,22 +18,22 @@ from pathlib import Path
 import adapters
 import huggingface_hub
 import jax.numpy as jnp
+import media_oracle
 import numpy as np
 import oracle
 import pytest
 import tiny
 import torch
-import transformers
 import vision_oracle
-from PIL import Image
-from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
+from media_oracle import after, logprobs, picture, same
 
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.engine import fetches
 from jaxspec.vision import Images
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = pytest.mark.usefixtures("quick_to_compile", "masks_of_the_12b")
+masks_of_the_12b = media_oracle.masks_of_the_12b
 ROOT = Path(__file__).parents[2]
 IMAGE, OPENING, CLOSING = 5, 6, 7  # tokens of the pocket tokenizer that nothing else uses
 TEMPLATE = (
@@ -52,13 +52,7 @@ def saved(kind):
     kept = config["text_config"].keys()
     tokens = {"image_token_id": IMAGE, "boi_token_id": OPENING, "eoi_token_id": CLOSING}
     config |= {"text_config": {k: v for k, v in text.items() if k in kept}, **tokens}
-    read = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    read._attn_implementation = "eager"
-    model = getattr(transformers, f"{type(read).__name__.removesuffix('Config')}ForConditionalGeneration")(read).eval()
-    with torch.no_grad():
-        oracle.randomise(model, 1)
-    folder = oracle._temporary() / f"prompts-{kind}"
-    model.save_pretrained(folder)
+    model, folder = media_oracle.saved(config, f"prompts-{kind}", lambda model: oracle.randomise(model, 1))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny.POCKET / name, folder / name)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -70,50 +64,16 @@ def loaded(kind):
     return jaxspec.load(saved(kind)[1], "ngram", num_draft_tokens=3, max_len=256, max_slots=2, images=70, progress=False)
 
 
-def picture(seed, size):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
-
-
 @torch.no_grad()
 def expected(kind, ids, images):
     """What transformers generates after token ids in which images have all their tokens: new tokens and their log-probabilities."""
     model, folder = saved(kind)
     made = Images.load(folder, jnp.float32, 70)
-    found = [made.preprocessing.patched(made.prepared(image).pixels) for image in images]
+    found = [made.preprocessing.patched(made.prepared(image).data) for image in images]
     pixels = torch.tensor(np.stack([made.preprocessing.levels[patches] for patches, _ in found]))
     places = torch.tensor(np.stack([positions for _, positions in found]))
-    ids = torch.tensor(ids)[None]
-    more = {"pixel_values": pixels, "image_position_ids": places.long(), "mm_token_type_ids": (ids == IMAGE).long()}
-    more |= {"do_sample": False, "min_new_tokens": 8, "max_new_tokens": 8, "attention_mask": torch.ones_like(ids)}
-    out = model.generate(ids, **more, output_logits=True, return_dict_in_generate=True)
-    tokens = out.sequences[0, ids.shape[1] :].tolist()
-    return tokens, [torch.log_softmax(row[0], -1)[token].item() for row, token in zip(out.logits, tokens, strict=True)]
-
-
-def logprobs(answer):
-    return [row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-
-
-def same(answer, wanted):
-    tokens, values = wanted
-    assert answer.token_ids == tokens
-    np.testing.assert_allclose(logprobs(answer), values, atol=2e-3)
-
-
-@pytest.fixture(autouse=True)
-def masks_of_the_12b(monkeypatch):
-    """The 12B's own, which transformers 5.24 takes in some calls only: in others images see themselves whole in full layers too, and past
-    the window (transformers issue 46711, mended for the other members)."""
-    made = getattr(unified, "create_masks_for_generate", None)
-    if made is None:  # a later release that makes them in another way
-        return
-
-    def masks(*args, block_sequence_ids=None, **kwargs):
-        if block_sequence_ids is None:
-            return made(*args, **kwargs)
-        return unified.create_masks_for_vision_model(*args, block_sequence_ids=block_sequence_ids, **kwargs)
-
-    monkeypatch.setattr(unified, "create_masks_for_generate", masks)
+    kinds = (torch.tensor(ids)[None] == IMAGE).long()
+    return after(model, ids, pixel_values=pixels, image_position_ids=places.long(), mm_token_type_ids=kinds)
 
 
 @pytest.mark.parametrize("kind", ["plain", "unified"])

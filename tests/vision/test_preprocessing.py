@@ -69,6 +69,8 @@ def test_settings_are_the_published_ones_where_a_checkpoint_says_nothing(read):
         read(None)
     assert read(None, 70) == Preprocessing(4, 3, 70, resample=3, rescale_factor=1 / 255)
     assert read(None, 70, kind="unified") == Preprocessing(12, 1, 70)
+    of_sounds = {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "resample": 1}
+    assert read(of_sounds, 70, "preprocessor_config.json") == Preprocessing(4, 3, 70)
 
 
 @pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
