@@ -14,6 +14,9 @@ import transformers
 from PIL import Image
 from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
 
+from jaxspec.checkpoint.layout import layouts_of
+from jaxspec.trees import leaves_by_path
+
 TEXT = 24  # the width of the text models of `config`
 
 
@@ -78,3 +81,9 @@ def masks_of_the_12b(monkeypatch):
         return unified.create_masks_for_vision_model(*args, block_sequence_ids=block_sequence_ids, **kwargs)
 
     monkeypatch.setattr(unified, "create_masks_for_generate", masks)
+
+
+def keys(tower: Any) -> set[str]:
+    """The names that a checkpoint gives to what makes up a tower."""
+    shapes, layouts = {path: leaf.shape for path, leaf in leaves_by_path(tower).items()}, layouts_of(tower)
+    return {part.key for path in shapes for part in layouts(path, shapes)[0]}

@@ -8,6 +8,7 @@ Facts: transformers `modeling_gemma4.py` 5.24 (Gemma4AudioModel, get_audio_featu
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,18 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.audio.config import AudioConfig, TowerConfig
-from jaxspec.media.layers import BiasedLinear, ClippableLinear, LayerNorm, Projection, abstract_clippable, abstract_projection
+from jaxspec.checkpoint.layout import Part
+from jaxspec.media.layers import (
+    BiasedLinear,
+    ClippableLinear,
+    LayerNorm,
+    Projection,
+    abstract_clippable,
+    abstract_projection,
+    abstract_stack,
+    stack_layouts,
+    through,
+)
 from jaxspec.model.layers import Linear, RMSNorm, Weight, last_axis
 from jaxspec.trees import told
 
@@ -187,7 +199,6 @@ class ConformerLayer:
     norm_out: RMSNorm
     bound: float = struct.field(pytree_node=False)
 
-    @jax.jit  # traced once for all layers
     def __call__(self, x: jax.Array, count: jax.Array) -> jax.Array:
         """x: [N, H], of which `count` rows are the sound's -> [N, H]."""
         x = self.feed_forward1(x)
@@ -203,30 +214,35 @@ def _bounded(x: jax.Array, bound: float) -> jax.Array:
 
 @struct.dataclass
 class AudioTower:
-    """Features to soft tokens."""
+    """Features to soft tokens. layers: all of them, each of its arrays [layers, ...]."""
 
     subsample_conv_projection: SubSampleConvProjection
-    layers: tuple[ConformerLayer, ...]
+    layers: ConformerLayer
     output_proj: BiasedLinear
 
     def __call__(self, features: jax.Array, count: jax.Array) -> jax.Array:
         """Arguments are those of `Gemma4Audio` -> [ceil(T / 4), output_proj_dims]."""
         with jax.named_scope("subsample"):
             x = self.subsample_conv_projection(features, count)
-        for layer in self.layers:
-            with jax.named_scope("layer"):
-                x = layer(x, (count + 3) // 4)
+        with jax.named_scope("layers"):
+            x = through(self.layers, x, (count + 3) // 4)
         return self.output_proj(x)
 
 
 @struct.dataclass
 class Gemma4Audio:
-    """The tower and the projection of what it gives; the path of a field is its Hugging Face key without the `model.` prefix."""
+    """The tower and the projection of what it gives; the path of a field is its Hugging Face key without the `model.` prefix and the
+    numbers of layers."""
 
     audio_tower: AudioTower
     embed_audio: Projection
 
     __repr__ = told
+
+    @staticmethod
+    def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
+        """How a checkpoint holds a leaf: see `layout.layouts`."""
+        return stack_layouts("audio_tower.layers.", path, shapes)
 
     def __call__(self, features: jax.Array, count: jax.Array) -> jax.Array:
         """One sound. features: [T, F] float32; count: int32, how many of the T frames are the sound's -> [ceil(T / 4), text hidden] in the
@@ -290,7 +306,7 @@ def abstract(config: AudioConfig, dtype: Any = jnp.bfloat16) -> Gemma4Audio:
                 layer1=subsample(first, second),
                 input_proj_linear=Linear(leaf(hidden, tower.num_places * second)),
             ),
-            layers=(layer,) * tower.num_hidden_layers,
+            layers=abstract_stack(layer, tower.num_hidden_layers),
             output_proj=BiasedLinear(leaf(tower.output_proj_dims, hidden), leaf(tower.output_proj_dims)),
         ),
         embed_audio=abstract_projection(tower.output_proj_dims, config.text_hidden_size, config.rms_norm_eps, dtype),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import io
 import numbers
 import os
@@ -23,7 +23,7 @@ from jaxspec.audio.features import SAMPLING_RATE, Frames, Mel, read_features
 from jaxspec.checkpoint.files import AUDIO
 from jaxspec.checks import type_name
 from jaxspec.media.files import file_in, name_of, read_from, reason_of
-from jaxspec.media.tower import AHEAD, KEPT, Held, Media, Prepared
+from jaxspec.media.tower import AHEAD, KEPT, Media, Prepared, jitted
 
 # Rows of a sound that calls have room for: of ten seconds, and of thirty. In the 12B, longer ones are computed in parts.
 ROOMS = (256, 768)
@@ -238,7 +238,8 @@ class Sounds(Media):
         """Compiles the tower for sounds up to 30 seconds. Returns rows of each size that it gives."""
         samples = LEAST_ROWS * self.features.frames_a_row * self.features.hop_length
         sounds = (Prepared(np.zeros(samples << i, np.float32), b"") for i in range(SIZES))
-        return [jax.block_until_ready(self.computed(sound)) for sound in sounds]
+        with concurrent.futures.ThreadPoolExecutor(SIZES) as pool:
+            return [jax.block_until_ready(rows) for rows in pool.map(self.computed, sounds)]
 
     def computed(self, prepared: Prepared) -> jax.Array:
         frames, size = self.features.count(len(prepared.data)), LEAST_ROWS * self.features.frames_a_row
@@ -247,9 +248,8 @@ class Sounds(Media):
         samples = np.zeros(size * self.features.hop_length, np.float32)
         known = prepared.data[: len(samples)]  # what follows lies in no frame
         samples[: len(known)] = known
-        return _run(self.held, samples, frames, features=self.features)
+        return jitted(_rows, "features")(self.tower, samples, frames, features=self.features)
 
 
-@functools.partial(jax.jit, static_argnames="features")
-def _run(held: Held, samples: jax.Array, frames: jax.Array, *, features: Mel | Frames) -> jax.Array:
-    return held.tower(features.of(samples), frames)
+def _rows(tower: Any, samples: jax.Array, frames: jax.Array, *, features: Mel | Frames) -> jax.Array:
+    return tower(features.of(samples), frames)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.xla_options import known
 from pallas_kernels.device import capability
 
 # With these options a loop is recorded as one graph, so that its call returns at once and the next call waits on the device. By default XLA
@@ -35,8 +36,10 @@ def compiled(lowered: Any, devices: Collection[Any]) -> Any:
     """Compiles a lowered program with a loop. devices: those that it runs on; if all are Hopper GPUs or newer and of this process, the
     program gets WHOLE_LOOP, or with a newer JAX and one GPU CONCURRENT, provided that XLA knows these options. Raises what the compiler
     raises."""
+    if not _whole(devices):
+        return lowered.compile()
     options = CONCURRENT if len(devices) == 1 and jax.__version_info__ >= CONCURRENT_SINCE else WHOLE_LOOP
-    return _compiled(lowered, options if _whole(devices) else None)
+    return lowered.compile(compiler_options=known(options))
 
 
 def _whole(devices: Iterable[Any]) -> bool:
@@ -57,18 +60,7 @@ def used_on(devices: Iterable[Any]) -> bool:
 def without(lowered: Any, devices: Collection[Any]) -> Any:
     """Compiles a lowered program without CUDA graphs and launches ahead of time, for a profiler. It runs the same kernels, and takes
     longer."""
-    return _compiled(lowered, ONE_BY_ONE)
-
-
-def _compiled(lowered: Any, options: dict[str, Any] | None) -> Any:
-    if options is not None:
-        try:
-            return lowered.compile(compiler_options=options)
-        except Exception as error:  # of many kinds, from one version of XLA to the next
-            if not any(option in str(error) for option in options):
-                raise
-            # This XLA knows the options by other names, or other kinds of commands. Without them a loop is slower, not wrong.
-    return lowered.compile()
+    return lowered.compile(compiler_options=known(ONE_BY_ONE))
 
 
 def keep_apart(devices: Iterable[Any]) -> list[jax.Array]:

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.checkpoint.layout import Part
 from jaxspec.model.layers import Linear, Weight, last_axis, rms
+
+Layer = TypeVar("Layer")
+
+
+def abstract_stack(layer: Layer, count: int) -> Layer:
+    """So many layers like an abstract one, as one whose leaves are [count, ...]."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), layer)
+
+
+def through(stack: Any, x: jax.Array, *more: Any) -> jax.Array:
+    """What the last layer of a stack gives, each of which is called with what the one before gave, and with `more`. XLA compiles one layer.
+
+    To take a layer's part of each array takes time, and products with bounds have four scalars each. So vectors and scalars, all of one
+    dtype, lie in one array."""
+    leaves, structure = jax.tree.flatten(stack)
+    large = [leaf for leaf in leaves if leaf.ndim > 2]
+    small = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves if leaf.ndim <= 2], axis=1)
+
+    def step(x: jax.Array, parts: tuple[list[jax.Array], jax.Array]) -> tuple[jax.Array, None]:
+        matrices, numbers, own, at = iter(parts[0]), parts[1], list[jax.Array](), 0
+        for leaf in leaves:
+            size = 0 if leaf.ndim > 2 else leaf.size // len(leaf)
+            own.append(numbers[at : at + size].reshape(leaf.shape[1:]) if size else next(matrices))
+            at += size
+        return jax.tree.unflatten(structure, own)(x, *more), None
+
+    return jax.lax.scan(step, x, (large, small))[0]
+
+
+def stack_layouts(stem: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
+    """How a checkpoint holds the leaf at a path: if the path begins with `stem`, layer by layer. See `layout.layouts`."""
+    if not path.startswith(stem):
+        return [[Part(path, shapes[path])]]
+    count, *shape = shapes[path]
+    return [[Part(f"{stem}{i}.{path.removeprefix(stem)}", tuple(shape), (i,)) for i in range(count)]]
 
 
 @struct.dataclass

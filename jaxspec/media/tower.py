@@ -7,18 +7,15 @@ import collections
 import copy
 import functools
 import hashlib
-import math
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.changes import Change
@@ -28,9 +25,13 @@ from jaxspec.checkpoint.load import QUANTISED
 from jaxspec.checkpoint.peft import Adapter
 from jaxspec.checkpoint.safetensors import FLOATS
 from jaxspec.trees import leaves_by_path, nbytes
+from jaxspec.xla_options import known
 
 AHEAD = 8  # media whose rows are on their way into prompts
 KEPT = 16  # media whose rows are kept, on the device
+# Products by cuBLAS alone. By default XLA also makes kernels of its own for each and times them, which takes 5 to 20 s a program, and its
+# choice was slower.
+BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Prepared(NamedTuple):
@@ -44,49 +45,10 @@ class Prepared(NamedTuple):
         return cls(data, hashlib.sha256(f"{data.shape} ".encode() + data.tobytes()).digest())
 
 
-class Form:
-    """What a tree is but for its arrays. Its hash is computed once."""
-
-    def __init__(self, tree: Any):
-        leaves, self._structure = jax.tree.flatten(tree)
-        self.shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-        self._hash = hash((self._structure, self.shapes))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Form) and (self.shapes, self._structure) == (other.shapes, other._structure))
-
-    def tree(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self._structure, leaves)
-
-
-@struct.dataclass
-class Held:
-    """A tower for calls: its matrices, and its vectors and scalars in one array, since handing over each array takes time."""
-
-    large: tuple[jax.Array, ...]
-    small: jax.Array
-    form: Form = struct.field(pytree_node=False)
-
-    @classmethod
-    def of(cls, tower: Any) -> Held:
-        """Of weights on a device, of one dtype."""
-        leaves = jax.tree.leaves(tower)
-        vectors = [np.asarray(leaf).reshape(-1) for leaf in leaves if leaf.ndim < 2]
-        small = jnp.asarray(np.concatenate(vectors) if vectors else np.zeros(0, leaves[0].dtype))
-        return cls(tuple(leaf for leaf in leaves if leaf.ndim > 1), small, Form(tower))
-
-    @property
-    def tower(self) -> Any:
-        """The tower, within a call."""
-        large, leaves, at = iter(self.large), list[jax.Array](), 0
-        for shape in self.form.shapes:
-            size = math.prod(shape)
-            leaves.append(next(large) if len(shape) > 1 else self.small[at : at + size].reshape(shape))
-            at += 0 if len(shape) > 1 else size
-        return self.form.tree(leaves)
+@functools.cache
+def jitted(run: Callable[..., jax.Array], *static: str) -> Callable[..., jax.Array]:
+    """A function that computes rows, to be called in place of it. static: names of arguments that are no arrays."""
+    return jax.jit(run, static_argnames=static, compiler_options=known(BY_CUBLAS))
 
 
 class Media(abc.ABC):
@@ -181,7 +143,8 @@ class Media(abc.ABC):
         if not own.tensors:
             return {}
         shapes, layouts = {path: tuple(leaf.shape) for path, leaf in leaves_by_path(self.tower).items()}, layouts_of(self.tower)
-        names = {layouts(path, shapes)[-1][0].key: layouts(path, shapes)[0][0].key for path in shapes}  # an adapter has transformers'
+        ways = [layouts(path, shapes) for path in shapes]
+        names = {theirs.key: ours.key for way in ways for theirs, ours in zip(way[-1], way[0], strict=True)}  # an adapter has transformers'
         return {names[key]: change for key, change in own.changes(self.tower, ("model.",), (), way=-1).items()}
 
     def with_weights(self, folder: Path, changes: Mapping[str, Change] = MappingProxyType({})) -> Self:
@@ -210,14 +173,8 @@ class Media(abc.ABC):
     def with_tower(self, tower: Any) -> Self:
         """The same with another tower of these shapes."""
         made = copy.copy(self)
-        vars(made).pop("held", None)
         Media.__init__(made, tower)
         return made
-
-    @functools.cached_property
-    def held(self) -> Held:
-        """The tower for calls, on the device where its weights are."""
-        return Held.of(self.tower)
 
     @property
     def nbytes(self) -> int:

@@ -5,13 +5,23 @@ Facts: transformers `modeling_gemma4.py` 5.24 (Gemma4VisionModel, get_image_feat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.media.layers import ClippableLinear, Projection, abstract_clippable, abstract_projection
+from jaxspec.checkpoint.layout import Part
+from jaxspec.media.layers import (
+    ClippableLinear,
+    Projection,
+    abstract_clippable,
+    abstract_projection,
+    abstract_stack,
+    stack_layouts,
+    through,
+)
 from jaxspec.model.layers import Linear, RMSNorm, Weight, last_axis, rms, rope_frequencies, rotate, turned
 from jaxspec.trees import told
 from jaxspec.vision.config import TowerConfig, VisionConfig
@@ -126,7 +136,6 @@ class EncoderLayer:
     pre_feedforward_layernorm: RMSNorm
     post_feedforward_layernorm: RMSNorm
 
-    @jax.jit  # traced once for all layers
     def __call__(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], valid: jax.Array) -> jax.Array:
         """Arguments and result are those of `Attention`."""
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), angles, valid))
@@ -149,9 +158,9 @@ class PatchEmbedder:
 
 @struct.dataclass
 class Encoder:
-    """The layers."""
+    """The layers, each of whose arrays is [layers, ...]."""
 
-    layers: tuple[EncoderLayer, ...]
+    layers: EncoderLayer
 
 
 @struct.dataclass
@@ -170,11 +179,10 @@ class VisionTower:
         valid = jnp.any(positions != -1, axis=-1)
         with jax.named_scope("patches"):
             x = self.patch_embedder(pixels, positions, valid)
-        half = self.encoder.layers[0].self_attn.q_norm.weight.shape[0] // 2
+        half = self.encoder.layers.self_attn.q_norm.weight.shape[-1] // 2
         angles = turned(positions, rope_frequencies(half, self.theta, half // 2))
-        for layer in self.encoder.layers:
-            with jax.named_scope("layer"):
-                x = layer(x, angles, valid)
+        with jax.named_scope("layers"):
+            x = through(self.encoder.layers, x, angles, valid)
         with jax.named_scope("pool"):
             return self._pooled(x, positions, valid)
 
@@ -194,12 +202,18 @@ class VisionTower:
 
 @struct.dataclass
 class Gemma4Vision:
-    """The tower and the projection of what it gives; the path of a field is its Hugging Face key without the `model.` prefix."""
+    """The tower and the projection of what it gives; the path of a field is its Hugging Face key without the `model.` prefix and the
+    numbers of layers."""
 
     vision_tower: VisionTower
     embed_vision: Projection
 
     __repr__ = told
+
+    @staticmethod
+    def layouts(path: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[Part]]:
+        """How a checkpoint holds a leaf: see `layout.layouts`."""
+        return stack_layouts("vision_tower.encoder.layers.", path, shapes)
 
     def __call__(self, pixels: jax.Array, positions: jax.Array) -> jax.Array:
         """One image. pixels: [N, P] float32 of 0 .. 1, patches with their channels last; positions: [N, 2] int32, column and row of each,
@@ -242,7 +256,7 @@ def abstract(config: VisionConfig, dtype: Any = jnp.bfloat16) -> Gemma4Vision:
     return Gemma4Vision(
         vision_tower=VisionTower(
             patch_embedder=embedder,
-            encoder=Encoder((layer,) * tower.num_hidden_layers),
+            encoder=Encoder(abstract_stack(layer, tower.num_hidden_layers)),
             std_bias=leaf(hidden) if tower.standardize else None,
             std_scale=leaf(hidden) if tower.standardize else None,
             theta=tower.rope_theta,

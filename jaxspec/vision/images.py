@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec.checkpoint.files import IMAGES
 from jaxspec.checks import type_name
 from jaxspec.media.files import file_in, name_of, read_from, reason_of
-from jaxspec.media.tower import AHEAD, KEPT, Held, Media, Prepared
+from jaxspec.media.tower import AHEAD, KEPT, Media, Prepared, jitted
 from jaxspec.vision import gemma4_tower, unified_embedder
 from jaxspec.vision.config import TowerConfig, VisionConfig, vision_config
 from jaxspec.vision.preprocessing import Preprocessing, read_preprocessing
@@ -214,9 +214,8 @@ class Images(Media):
         return [jax.block_until_ready(self.computed(Prepared(np.zeros((side, side, 3), np.uint8), b"")))]
 
     def computed(self, prepared: Prepared) -> jax.Array:
-        return _run(self.held, self.preprocessing.levels, *self.preprocessing.patched(prepared.data))
+        return jitted(_rows)(self.tower, self.preprocessing.levels, *self.preprocessing.patched(prepared.data))
 
 
-@jax.jit
-def _run(held: Held, levels: jax.Array, patches: jax.Array, positions: jax.Array) -> jax.Array:
-    return held.tower(jnp.take(levels, patches, axis=0), positions)
+def _rows(tower: Any, levels: jax.Array, patches: jax.Array, positions: jax.Array) -> jax.Array:
+    return tower(jnp.take(levels, patches, axis=0), positions)

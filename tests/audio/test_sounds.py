@@ -170,18 +170,19 @@ def test_a_sound_in_a_prompt(kind):
 
 def test_what_is_warmed_up_compiles_nothing_more():
     found = loaded()
-    sounds._run.clear_cache()
+    run = tower.jitted(sounds._rows, "features")
+    run.clear_cache()
     shapes = {rows.shape for rows in found.warmup()}
-    compiled = sounds._run._cache_size()
+    compiled = run._cache_size()
     for seconds in (0.1, 8, 29.9):
         assert found.rows(audio_oracle.sound(seconds)).shape in shapes
-    assert sounds._run._cache_size() == compiled == 3
+    assert run._cache_size() == compiled == 3
 
 
 def test_rows_of_the_last_sounds_are_kept(monkeypatch):
     """By what is heard, whatever it comes as."""
-    found, run, runs = loaded(), sounds._run, []
-    monkeypatch.setattr(sounds, "_run", lambda *args, **more: runs.append(0) or run(*args, **more))
+    found, run, runs = loaded(), Sounds.computed, []
+    monkeypatch.setattr(Sounds, "computed", lambda *args: runs.append(0) or run(*args))
     monkeypatch.setattr(tower, "KEPT", 2)
     first = found.rows(SOUND)
     assert found.rows(written(SOUND)) is first and len(runs) == 1

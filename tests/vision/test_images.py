@@ -185,18 +185,19 @@ def test_an_image_in_a_prompt():
 
 def test_what_is_warmed_up_compiles_nothing_more():
     found = loaded()
-    images._run.clear_cache()
+    run = tower.jitted(images._rows)
+    run.clear_cache()
     found.warmup()
-    compiled = images._run._cache_size()
+    compiled = run._cache_size()
     found.rows(PIXELS[:7])
-    assert images._run._cache_size() == compiled == 1
+    assert run._cache_size() == compiled == 1
 
 
 def test_rows_of_the_last_images_are_kept(monkeypatch):
     """By what is in an image and by its size, whatever it comes as."""
-    found, run = Images(loaded().config, loaded().preprocessing, loaded().tower), images._run
+    found, run = Images(loaded().config, loaded().preprocessing, loaded().tower), Images.computed
     runs = []
-    monkeypatch.setattr(images, "_run", lambda *args: runs.append(0) or run(*args))
+    monkeypatch.setattr(Images, "computed", lambda *args: runs.append(0) or run(*args))
     first = found.rows(PIXELS)
     assert found.rows(DATA) is first
     monkeypatch.setattr(tower, "KEPT", 2)

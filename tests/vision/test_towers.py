@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import media_oracle
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import vision_oracle
 from definitions import relative_error
 
 from jaxspec.released import IMAGES
-from jaxspec.trees import leaves_by_path, nbytes, weight_count
+from jaxspec.trees import nbytes, weight_count
 from jaxspec.vision import Images, VisionConfig, gemma4_tower, opened, unified_embedder, vision_config
 from jaxspec.vision.config import TowerConfig
 
@@ -106,7 +107,7 @@ def test_scores_of_the_largest_images_fit():
 
 
 def test_leaves_are_named_as_in_the_releases():
-    names = set(leaves_by_path(gemma4_tower.abstract(real_config("E2B"))))
+    names = media_oracle.keys(gemma4_tower.abstract(real_config("E2B")))
     assert {
         "vision_tower.patch_embedder.input_proj.weight",
         "vision_tower.patch_embedder.position_embedding_table",
