@@ -58,28 +58,35 @@ def alone(enlarged):
 
 
 # Params of the prompts of a call.
-PLAIN = [GREEDY, jaxspec.SamplingParams(max_tokens=24, temperature=0.9, seed=3), GREEDY]
-MIXED = [
-    jaxspec.SamplingParams(max_tokens=24, temperature=0.8, seed=4, top_k=40, top_p=0.95, presence_penalty=0.4, logit_bias={SIZE: 2.0}),
-    jaxspec.SamplingParams(max_tokens=24, temperature=0.8, seed=5, structured_outputs={"regex": "[a-z ]{8,20}"}),
-    GREEDY,
-]
+PARAMS = {
+    "plain": [GREEDY, jaxspec.SamplingParams(max_tokens=24, temperature=0.9, seed=3), GREEDY],
+    "mixed": [
+        jaxspec.SamplingParams(max_tokens=24, temperature=0.8, seed=4, top_k=40, top_p=0.95, presence_penalty=0.4, logit_bias={SIZE: 2.0}),
+        jaxspec.SamplingParams(max_tokens=24, temperature=0.8, seed=5, structured_outputs={"regex": "[a-z ]{8,20}"}),
+        GREEDY,
+    ],
+}
 
 
 def tokens(llm, params):
     return [made.token_ids for made in llm.generate(PROMPTS, params)]
 
 
-SLOW = [pytest.param(f"pocket-{name}", marks=pytest.mark.slow) for name in ("dflash", "dflash2", "eagle3")]
+CASES = [("mtp", "plain"), ("draft", "mixed")]
+SLOW = [
+    pytest.param(drafter, params, marks=pytest.mark.slow)
+    for drafter in ("mtp", "draft", "dflash", "dflash2", "eagle3")
+    for params in ("plain", "mixed")
+    if (drafter, params) not in CASES
+]
 
 
-@pytest.mark.parametrize("drafter", ["pocket-mtp", "pocket-draft", *SLOW])
-def test_texts_are_the_targets(enlarged, alone, drafter):
-    with jaxspec.load(enlarged, drafter=drafter, **SETTINGS) as llm:
-        for params in (PLAIN, MIXED):
-            found = tokens(llm, params)
-            assert found == tokens(alone, params)
-            assert max(map(max, found)) >= SIZE
+@pytest.mark.parametrize(("drafter", "params"), [*CASES, *SLOW])
+def test_texts_are_the_targets(enlarged, alone, drafter, params):
+    with jaxspec.load(enlarged, drafter=f"pocket-{drafter}", **SETTINGS) as llm:
+        found = tokens(llm, PARAMS[params])
+        assert found == tokens(alone, PARAMS[params])
+        assert max(map(max, found)) >= SIZE
         assert llm.stats.acceptance_length > 1.3
 
 
@@ -89,7 +96,7 @@ def test_texts_are_the_targets(enlarged, alone, drafter):
 def test_rules_that_weigh_drafts(enlarged, alone, drafter, rule):
     with jaxspec.load(enlarged, drafter=drafter, accept=rule, **SETTINGS) as llm:
         assert tokens(llm, GREEDY) == tokens(alone, GREEDY)
-        assert all(made.finish_reason == "length" for made in llm.generate(PROMPTS, PLAIN))
+        assert all(made.finish_reason == "length" for made in llm.generate(PROMPTS, PARAMS["plain"]))
 
 
 def test_such_a_drafter_does_not_learn(enlarged):

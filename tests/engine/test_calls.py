@@ -312,7 +312,7 @@ def stepping(monkeypatch):
     def stepped(one, *args, **more):
         assert one._runner not in inside
         inside.add(one._runner)
-        time.sleep(seconds.setdefault(one._runner, 0.03 * len(seconds)))
+        time.sleep(seconds.setdefault(one._runner, 0.01 * len(seconds)))
         try:
             return step(one, *args, **more)
         finally:
@@ -426,7 +426,7 @@ def test_streams_end_between_the_steps_of_other_calls(dropped, monkeypatch):
         if one._runner is llm._runner:
             return step(one, *args, **more)
         inside.append(one._runner)
-        time.sleep(0.3)  # the other shard is done sooner
+        time.sleep(0.1)  # the other shard is done sooner
         going = step(one, *args, **more)
         inside.remove(one._runner)
         return going

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tiny
-from quick import prompt_rows
+from quick import few_programs, prompt_rows
 
 import jaxspec
 from jaxspec import SamplingParams
@@ -21,6 +21,7 @@ PROMPTS = [np.random.default_rng(n).integers(3, 60, n).tolist() for n in (300, R
 @pytest.fixture(scope="module", autouse=True)
 def sizes_of_prompts():
     with pytest.MonkeyPatch.context() as patch:
+        few_programs(patch)
         prompt_rows(patch, ROWS)
         yield
 
