@@ -173,7 +173,8 @@ def load(
     checkpoint says, 280 as a rule). Then the checkpoint's image tower is read beside the text model, in the same dtype, and prompts of
     `generate` and `chat` may hold images. It needs Pillow.
 
-    audio: whether prompts may have sounds, for which the checkpoint's audio tower is read in the same way. It needs soundfile and soxr.
+    audio: whether prompts may have sounds, for which the checkpoint's audio tower is read in the same way: E2B, E4B and 12B
+    hear. It needs soundfile and soxr.
 
     Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for a
     checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, activations that are to be and
