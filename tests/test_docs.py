@@ -35,6 +35,16 @@ def test_every_public_name_is_described(pages):
     assert names - described == set()
 
 
+def test_every_member_that_a_page_lists_is_on_it(pages):
+    """mkdocstrings leaves out, without a word, what is not where a page says it is."""
+    missing, entry = [], re.compile(r"^::: ([\w.]+)\n    options:\n      members: \[([\w, ]+)\]", re.MULTILINE)
+    for path in (ROOT / "docs" / "api").glob("*.md"):
+        for name, members in entry.findall(path.read_text(encoding="utf-8")):
+            page = pages[f"api/{path.stem}.html"]
+            missing += [f"{name}.{member}" for member in members.split(", ") if f'id="{name}.{member}"' not in page]
+    assert missing == []
+
+
 def test_arguments_are_a_list_and_long_signatures_have_lines(pages):
     entry = pages["api/engine.html"].partition('id="jaxspec.loading.load"')[2]
     signature, _, text = entry.partition("doc-contents")
