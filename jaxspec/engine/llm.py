@@ -55,9 +55,9 @@ Bar = bool | Callable[..., Any] | None
 class LLM:
     """A target with a drafter, ready to generate.
 
-    Several threads may use one LLM. Their calls, and streams that are open at a time, have their rounds together. The program for so many
-    sequences is compiled after some hundred rounds, if `warmup` has not done it. They take turns with those of other LLMs whose weights are
-    spread over the same devices.
+    Several threads may use one LLM. Their calls, and streams that are open at the same time, have their rounds together; the program for
+    so many sequences is compiled after some hundred rounds, if `warmup` has not done it. Calls take turns with those of other LLMs whose
+    weights are spread over the same devices.
     A stream holds a slot until it is read to its end or closed, and an iterator of `as_completed` holds as many as it has use for. Where
     no slot is left, calls wait in line as long as other threads are at work on what holds them. RuntimeError is raised where these are
     streams and iterators of which none was read in the last five seconds, and at once where the main thread calls and has read them all
