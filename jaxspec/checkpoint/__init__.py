@@ -1,4 +1,4 @@
-"""Checkpoints: files to arrays and back. The package knows no model class. It may import `collectives`, `trees`, `checks` and
+"""Checkpoints: files to arrays and back. The package knows no model class. It may import `checks` and what lies beside it, and
 `pallas_kernels.packed`."""
 
 from jaxspec.checkpoint.files import read_config, read_generation_config

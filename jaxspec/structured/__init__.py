@@ -1,5 +1,5 @@
 """What a text must look like: from a JSON schema, a regular expression or a list of choices to an automaton over bytes. Host code: it
-knows no device. It may import `checks` and what lies beside it there; `outlines_core` is imported where an automaton is built."""
+knows no device. It may import `text`, `checks` and what lies beside that; `outlines_core` is imported where an automaton is built."""
 
 from jaxspec.structured.params import StructuredOutputsParams
 
