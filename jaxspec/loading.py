@@ -24,6 +24,7 @@ from jaxspec.engine.learn import Origin, check_left, check_out
 from jaxspec.engine.learn import check as check_learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.memory import check_limits, memory_limit, memory_used
+from jaxspec.engine.new_weights import Reader
 from jaxspec.engine.params import MAX_SEED
 from jaxspec.engine.settings import Settings, adaptive_obstacle, check_pages, in_kernels
 from jaxspec.foreign_names import answers_foreign_names
@@ -281,6 +282,18 @@ def load(
         name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
         origin=Origin(loaded, pair.drafter_folder, config),
         towers={kind: tower.with_weights(folder, changes[kind]) for kind, tower in towers.items()},
+        reader=Reader(
+            name=os.fspath(target),
+            config=config,
+            dtype=pair.dtype,
+            quantisation=quantisation,
+            asked=asked,
+            quantize_drafter=quantize_drafter,
+            placement=placement,
+            hub=hub,
+            towers=tuple(towers.values()),
+            progress=progress,
+        ),
     )
     if learning is not None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +17,10 @@ from jaxspec.checkpoint import from_floats
 from jaxspec.checkpoint.changes import Change
 from jaxspec.checkpoint.files import CONVERTED
 from jaxspec.checkpoint.hub import Hub
+from jaxspec.checkpoint.load import planned
 from jaxspec.checkpoint.peft import read_adapter
 from jaxspec.checkpoint.quantisation import Quantisation, with_rounded_inputs
-from jaxspec.checkpoint.safetensors import FLOATS
+from jaxspec.checkpoint.safetensors import FLOATS, Stored
 from jaxspec.checks import integer
 from jaxspec.model.families import family_named, family_of
 from jaxspec.model.target import TargetConfig, TargetModel
@@ -157,6 +158,19 @@ def load_target(
 ) -> Target:
     """A target's weights in the shapes, dtypes and shardings of `abstract_target`, which was given the same quantisation. changes: those
     of an adapter. Raises ValueError for weights that do not fit them."""
+    return planned_target(folder, abstract, quantisation, changes, progress=progress)()
+
+
+def planned_target(
+    folder: Path,
+    abstract: Target,
+    quantisation: Quantisation | None = None,
+    changes: Mapping[str, Change] | None = None,
+    *,
+    progress: bool = True,
+    given: Mapping[str, Stored] | None = None,
+) -> Callable[[], Target]:
+    """What does `load_target`, to be called once: see `checkpoint.load.planned`."""
     family = family_of(abstract.config)
     settings = {
         "prefixes": family.prefixes,
@@ -164,8 +178,9 @@ def load_target(
         "quantisation": quantisation,
         "changes": changes or {},
         "progress": progress,
+        "given": given,
     }
-    return checkpoint.load_weights(folder, abstract, **settings)
+    return planned(folder, abstract, **settings)
 
 
 def max_len_of(config: TargetConfig, asked: int | None) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,13 +58,31 @@ def load_weights(
     embed_tokens.weight. Of a quantised checkpoint these are scales of activations and of a cache, too. Without an embed_tokens.weight, the
     lm_head.weight is read in its place. Contents of a quantised matrix that do not fit raise ValueError when they are read.
     """
+    settings = {"prefixes": prefixes, "skip": skip, "quantisation": quantisation, "changes": changes, "progress": progress}
+    return planned(folder, abstract, **settings)()
+
+
+def planned(
+    folder: Path,
+    abstract: Any,
+    *,
+    prefixes: Sequence[str] = ("",),
+    skip: Sequence[str] = (),
+    quantisation: Quantisation | None = None,
+    changes: Mapping[str, Change] = MappingProxyType({}),
+    progress: bool = True,
+    given: Mapping[str, Stored] | None = None,
+) -> Callable[[], Any]:
+    """What does `load_weights`, to be called once. All that needs no numbers is checked here. given: what is read in place of a
+    checkpoint's tensors, as `read_headers` gives those; the folder is then named in errors alone."""
     folder = Path(folder)
-    if (folder / CONVERTED).exists():
-        return fused.restore(folder, abstract, changes, progress=progress)
+    if given is None and (folder / CONVERTED).exists():
+        return functools.partial(fused.restore, folder, abstract, changes, progress=progress)
     leaves = leaves_by_path(abstract, whole=(Packed,))
     tops = tuple({f"{path.partition('.')[0]}." for path in leaves})
     possible = (*prefixes, *(prefix.removeprefix("model.") for prefix in prefixes))
-    stored = unwrapped(read_headers(folder), [p + path for path in leaves if path.endswith("embed_tokens.weight") for p in possible])
+    stored = read_headers(folder) if given is None else given
+    stored = unwrapped(stored, [p + path for path in leaves if path.endswith("embed_tokens.weight") for p in possible])
     stored = {key: tensor for key, tensor in stored.items() if not key.startswith(tuple(skip))}
     prefix = next((p for p in possible if any(key.startswith(p) and key.startswith(tops, len(p)) for key in stored)), prefixes[-1])
     stored = _with_table(stored, leaves, prefix)
@@ -73,14 +92,18 @@ def load_weights(
     # In the order of the files, so that a disk reads forward.
     order = sorted(sources, key=lambda path: min((str(t.file), t.offset) for t in tensors[path]))
     how = {path: (packed_placing if isinstance(sources[path][0], Source) else placing)(leaves[path], sources[path]) for path in order}
-    from tqdm.auto import tqdm
-
     total = sum(tensor.nbytes for found in tensors.values() for tensor in found)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
-        made = iter(jobs.results([job for path in order for job in how[path].jobs], bar.update))
-    loaded = {path: how[path].array(list(itertools.islice(made, len(how[path].jobs)))) for path in order}
-    structure = jax.tree.structure(abstract, is_leaf=lambda node: isinstance(node, Packed))
-    return jax.tree.unflatten(structure, [loaded[path] for path in leaves])
+
+    def read() -> Any:
+        from tqdm.auto import tqdm
+
+        with tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {folder.name}", disable=not progress) as bar:
+            made = iter(jobs.results([job for path in order for job in how[path].jobs], bar.update))
+        loaded = {path: how[path].array(list(itertools.islice(made, len(how[path].jobs)))) for path in order}
+        structure = jax.tree.structure(abstract, is_leaf=lambda node: isinstance(node, Packed))
+        return jax.tree.unflatten(structure, [loaded[path] for path in leaves])
+
+    return read
 
 
 def _with_table(stored: Mapping[str, Stored], leaves: Mapping[str, Any], prefix: str) -> dict[str, Stored]:

@@ -113,14 +113,20 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     with other numbers, weights in a pickle, or an adapter beside the weights that it was made for.
     """
     folder = Path(folder)
-    stored = read_header(folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else _read_parts(folder)
-    while stored and all(key.startswith(WRAPPER) for key in stored):
-        stored = {key.removeprefix(WRAPPER): tensor for key, tensor in stored.items()}
+    stored = without_wrappers(read_header(folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else _read_parts(folder))
     if (beside := next((key for key in stored if UNMERGED in key), None)) is not None:
         raise ValueError(
             f"{folder} holds a model and, in the same files, an adapter that PEFT has put around its layers ({beside}); expected a model: "
             "call merge_and_unload() before it is saved, or save the adapter by itself and give it as adapter="
         )
+    return stored
+
+
+def without_wrappers(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Tensors by their keys without what torch.compile puts into them, and without the names of wrappers that all begin with."""
+    stored = {key.replace(COMPILED, ""): tensor for key, tensor in stored.items()}
+    while stored and all(key.startswith(WRAPPER) for key in stored):
+        stored = {key.removeprefix(WRAPPER): tensor for key, tensor in stored.items()}
     return stored
 
 

@@ -33,6 +33,7 @@ class Drafting:
         parts = jax.tree.leaves(programs.state.drafter, is_leaf=lambda part: isinstance(part, PagedKV))
         # Whether the drafter keeps K and V of its own, which its weights have computed.
         self.owns_kv = any(isinstance(part, PagedKV) for part in parts)
+        self._writer: object = None
         self._writer = slots.writer = self._new_writer()  # of the drafter in use, see `Request.writer`
 
     def use(self, drafter: Drafter) -> None:
@@ -46,7 +47,14 @@ class Drafting:
         self.trial = None
 
     def _new_writer(self) -> object:
-        return object() if self.owns_kv else None
+        return object() if self.owns_kv else self._writer
+
+    def begin_anew(self) -> None:
+        """Notes that the target has other weights: what was computed before serves no prompt any more, whatever drafts."""
+        self._writer = self._slots.writer = object()
+        if self.trial is not None:
+            self.trial.writers = {name: object() for name in self.trial.writers}
+            self.settle()
 
     def begin_trial(self, trial: Trial) -> None:
         """Lets variants of the drafter, which is one of them, take turns call by call, until there is a verdict: see `use`.

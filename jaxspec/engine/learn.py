@@ -118,6 +118,10 @@ class Learning:
             ended=self._ended,
         )
 
+    def follow(self, target: Any) -> None:
+        """Learns from other weights of the target from now on, which are like those before."""
+        self._learner.target = target
+
     def compile(self) -> None:
         """Compiles what learning runs, if that is not done yet."""
         if self._learner.compiled is None:

@@ -29,6 +29,7 @@ from jaxspec.engine.html import llm_html
 from jaxspec.engine.inserts import Inserts, Tower
 from jaxspec.engine.intake import Maker, Prompt, Requests, either, params_of, params_or_default, prompts_of, says_where_params_go
 from jaxspec.engine.learn import Learning, Origin, check, check_out, check_room, learner_of
+from jaxspec.engine.new_weights import Reader, Weights
 from jaxspec.engine.params import Defaults, SamplingParams
 from jaxspec.engine.request import Request, needs_of
 from jaxspec.engine.runner import Runner
@@ -66,7 +67,7 @@ class LLM:
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
     origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated. towers: what makes rows
-    of images ("image") and sounds ("audio") in prompts; none where they have none.
+    of images ("image") and sounds ("audio") in prompts; none where they have none. reader: of new weights, if there may be any.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -87,6 +88,7 @@ class LLM:
         name: str = "",
         origin: Origin | None = None,
         towers: Mapping[str, Tower] = MappingProxyType({}),
+        reader: Reader | None = None,
     ):
         self.tokenizer, self.config, self.settings, self.name = tokenizer, target.config, settings, name
         self.progress = settings.progress
@@ -108,7 +110,7 @@ class LLM:
             self._shards = Shards(runners)
         self._lock.settle = functools.partial(self._shards.take, None)
         self._runner = self._shards.runners[0]
-        self._whole: Any = target, origin or Origin(drafter), placement  # what a drafter learns with; None once closed
+        self._whole = Weights(target, origin or Origin(drafter), placement, reader)
         # Whether calls choose what rounds guess and verify once the LLM is warm.
         self.adaptive = settings.adaptive and adaptive_obstacle(settings.accept, settings.num_draft_tokens) is None
         self._serving = Serving(
@@ -146,7 +148,8 @@ class LLM:
                         self._serving.learning.close()
                 except Exception as error:  # the drafter could not be written
                     failed = error
-                self._closed, self._whole = True, None
+                self._closed = True
+                self._whole.close()
                 self._shards.close()
                 self._structures.close()
                 if self._inserts is not None:
@@ -245,6 +248,29 @@ class LLM:
                 self._inserts.warmup()
             warm_up(self._shards.runners, needs, scores, self.adaptive, requests, self.progress)
 
+    @heeded()
+    def update_weights(self, target: Any = None, drafter: Any = None, *, adapter: str | os.PathLike[str] | None = None) -> None:
+        """Goes on with other weights of the same model, such as those after a step of reinforcement learning. Nothing is compiled.
+
+        target: a hub id or a checkpoint folder, whose float weights are quantised as `load` was told to; all of its tensors by their names
+        in a checkpoint, arrays of NumPy, JAX or PyTorch; or a tree of weights such as `target`, whose arrays are taken as they are if they
+        lie where these do, and then must not be donated to anything. adapter: of PEFT, which is merged into the weights of the checkpoint
+        that target names; without a target, of the one that `load` read. drafter: a hub id, a folder or a tree such as `drafter`; by
+        default it stays, and so do towers of images and sounds.
+
+        Prompts that come are computed anew. Texts that are under way in other threads or in open streams go on with the new weights, over
+        what the old ones have computed. Where a device has no room for both, the old weights are given up once the new ones are known to
+        fit; should they fail to be read then, the LLM is closed.
+
+        Raises TypeError or ValueError for what is none of these, or not like the weights that the LLM has, before anything has changed;
+        RuntimeError for a drafter while one learns; and what reading a checkpoint raises, see `load`."""
+        self._check_open()
+        news = self._whole.planned(target, drafter, adapter)
+        with self._lock():
+            self._check_open()
+            self._shards.take(None)
+            self.name = self._whole.update(*news, self.name, self._shards.runners, self._serving.learning, self.close)
+
     def learn(self, share: float | Learn = 0.05, out: str | os.PathLike[str] | None = None, **settings: Any) -> Learning:
         """Lets the drafter learn from the texts that are written from now on, between calls of the device. Texts stay the same.
 
@@ -268,8 +294,8 @@ class LLM:
             before = self._serving.learning
             if before is not None and before.going:
                 raise RuntimeError("the drafter of this LLM learns already; close that first")
-            target, origin, placement = self._whole
-            origin = origin if before is None else before.origin
+            target, placement = self._whole.target, self._whole.placement
+            origin = self._whole.origin if before is None else before.origin
             check(learn, origin.weights, self.settings.accept.name, self.num_draft_tokens)
             check_out(learn, origin.folder)
             if before is not None:  # where it ended by itself, for its memory

@@ -77,7 +77,7 @@ class Programs:
 
     def __init__(self, target: TargetModel, drafter: Drafter, settings: Settings, *, slots: int, placement: Placement, times: Times):
         self.settings, self.slots = settings, slots
-        self.target: Any = target  # this and the next: None once they are closed
+        self._target: Any = target  # this and the next: None once they are closed
         self._drafter: Any = drafter
         self._weights, self._models = jax.tree.flatten((target, drafter))
         self._leaves: Any = None  # of the state
@@ -99,6 +99,17 @@ class Programs:
             self._models,
         )
         self._kept = kept_programs(target, drafter, self.devices, told)
+
+    @property
+    def target(self) -> Any:
+        """The target whose weights the next call takes. What replaces it must be like it in all but the numbers; None gives it up, and its
+        memory, until there is one again."""
+        return self._target
+
+    @target.setter
+    def target(self, target: TargetModel | None) -> None:
+        self._weights = [] if target is None else self._models.flatten_up_to((target, self._drafter))
+        self._target = target
 
     @property
     def drafter(self) -> Any:
@@ -152,7 +163,6 @@ class Programs:
         for array in jax.tree.leaves((self.state, self.automata)):
             array.delete()
         self.automata = self.state = self._last = self._layout = self.target = self._drafter = None
-        self._weights = []
         self.compiled = dict.fromkeys(self.compiled, refuse)
 
     def compile(self, programs: Iterable[Program]) -> Iterator[str]:

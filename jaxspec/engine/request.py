@@ -64,8 +64,8 @@ class Request:
     nodes: list[int] = dataclasses.field(default_factory=list)  # the same on all paths of a tree
     goals: list[int] = dataclasses.field(default_factory=list)  # rows at which its prompt is to be kept for others, ascending
     shared: int = 0  # rows of its prompt that had been computed for others
-    # What stands for the weights of a drafter with K and V of its own that alone have computed what its slot holds; None if several have,
-    # UNWRITTEN before the first call.
+    # What stands for the weights that alone have computed what its slot holds: a target's, and those of a drafter with K and V of its own.
+    # None if several have, and as long as an LLM has its first ones and its drafter no K and V; UNWRITTEN before the first call.
     writer: object = None
 
     under_way: set[int] = dataclasses.field(default_factory=set)  # numbers of the calls that run rounds of it and have not been read

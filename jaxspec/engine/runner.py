@@ -60,7 +60,6 @@ class Runner:
         compiling: Compiling | None = None,
     ):
         self.settings = settings
-        self.target: Any = target  # None once it is closed
         self.times = Times(clock, compiling)  # where the device's time went
         self.preemptions = 0  # sequences that made room for others and were computed again
         self._orders = itertools.count()
@@ -80,6 +79,18 @@ class Runner:
         self.choice = ProgramChoice(self.programs, self.buckets, must_draft=lambda: self.drafting.trial is not None)
         self.pool = Pool(self.programs, structures, lambda: self.held.running)
         self.weight_bytes, self.state_bytes = nbytes((target, drafter)), nbytes(self.programs.state)  # on all devices of the shard
+
+    @property
+    def target(self) -> Any:
+        """The target's weights; None once this is closed."""
+        return self.programs.target
+
+    def use_target(self, target: TargetModel | None) -> None:
+        """Computes with these weights from now on. They are like those before in shapes and shardings. What those have computed serves no
+        prompt any more; sequences that are under way go on over it. None gives the weights up, until there are others."""
+        self.programs.target = target
+        self.held.end(list(self.held.kept))
+        self.drafting.begin_anew()
 
     @property
     def free_slots(self) -> int:
@@ -313,7 +324,6 @@ class Runner:
         self.held.clear()
         self.pool.clear()
         self._free = 0
-        self.target = None
         self.drafting.close()
         self.programs.close()
 

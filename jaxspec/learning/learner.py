@@ -53,7 +53,7 @@ class Learner:
 
     def __init__(self, target: Any, drafter: Any, learn: Learn, *, num_draft_tokens: int, max_len: int, placement: Placement):
         objective = objective_of(learn, drafter, num_draft_tokens)
-        self.learn, self._placement, self._target = learn, placement, unspread(target)
+        self.learn, self._placement, self.target = learn, placement, target
         self.length = min(learn.length, max_len)
         self.texts = Reservoir(learn.texts, learn.seed)
         self.steps = 0  # updates so far
@@ -153,6 +153,15 @@ class Learner:
     def state(self, state: tuple[Any, Any, Any]) -> None:
         self.masters, self.moments, (steps, scale) = state
         self.steps, self._scale = int(steps), float(scale)
+
+    @property
+    def target(self) -> Any:
+        """The target, as the LLM computes with it."""
+        return self._target
+
+    @target.setter
+    def target(self, target: Any) -> None:
+        self._target = unspread(target)
 
     def close(self) -> None:
         """Gives the devices' memory back."""

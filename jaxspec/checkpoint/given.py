@@ -1,0 +1,58 @@
+"""Tensors that somebody has in memory, read as those of a file are: arrays of NumPy, JAX or PyTorch, by their names in a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoint.safetensors import NUMPY_DTYPES, Stored, without_wrappers
+from jaxspec.checks import type_name
+
+GIVEN = Path("the given tensors")  # what errors call the checkpoint
+NAMES = {str(dtype): name for name, dtype in NUMPY_DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Given(Stored):
+    """Such a tensor, which is copied to the host when it is read."""
+
+    value: Any = None
+
+    def read(self, into: np.ndarray | None = None) -> np.ndarray:
+        found = self._on_host()
+        if into is None:
+            return np.array(found)  # a copy, as what is read may become a device's own memory
+        into[...] = found.reshape(into.shape)
+        return into
+
+    def rows(self, shape: tuple[int, ...], start: int, stop: int) -> Stored:
+        row = self.nbytes // shape[0]
+        own = {"shape": (stop - start, *shape[1:]), "nbytes": (stop - start) * row}
+        return dataclasses.replace(self, **own, value=self.value.reshape(shape)[start:stop])
+
+    def _on_host(self) -> np.ndarray:
+        if not hasattr(self.value, "detach"):
+            return np.asarray(self.value)
+        import torch  # whose arrays these are: NumPy knows none of its bfloat16, but bytes
+
+        flat = self.value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return flat.view(NUMPY_DTYPES[self.dtype]).reshape(self.shape)
+
+
+def stored_of(tensors: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors, unread, by the names that a file would have them under: without those of wrappers, as `safetensors.read_folder` gives
+    them. Raises TypeError for what is no array of numbers that a checkpoint may hold."""
+    found = dict[str, Stored]()
+    for name, value in tensors.items():
+        shape, dtype = getattr(value, "shape", None), str(getattr(value, "dtype", None)).removeprefix("torch.")
+        if not isinstance(name, str) or shape is None or dtype not in NAMES:
+            what = f"an array of {dtype}" if shape is not None else f"of type {type_name(value)}"
+            raise TypeError(f"the tensor {name!r} is {what}; expected arrays of {', '.join(NAMES)} by name")
+        kind = NAMES[dtype]
+        found[name] = _Given(GIVEN, kind, tuple(shape), 0, math.prod(shape) * NUMPY_DTYPES[kind].itemsize, value)
+    return without_wrappers(found)

@@ -1,0 +1,210 @@
+"""New weights for an LLM that runs: what may be given, what it must be like, and how it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import checkpoint, drafters
+from jaxspec.checkpoint.given import GIVEN, stored_of
+from jaxspec.checkpoint.hub import Hub
+from jaxspec.checkpoint.layout import listed
+from jaxspec.checkpoint.peft import read_adapter
+from jaxspec.checkpoint.quantisation import Quantisation
+from jaxspec.checks import type_name
+from jaxspec.engine.learn import Learning, Origin
+from jaxspec.engine.memory import memory_limit, memory_used
+from jaxspec.engine.runner import Runner
+from jaxspec.media.tower import Media
+from jaxspec.model.target import TargetConfig
+from jaxspec.sharding.kv_heads import unspread
+from jaxspec.sharding.placement import Placement
+from jaxspec.targets import abstract_target, adapter_changes, planned_target, quantisation_of, read_quantisation, read_target
+from jaxspec.trees import bytes_per_device, leaves_by_path
+from pallas_kernels.lm_head import Guide
+
+NOT_COMPUTED_WITH = ("dtype", "eos_token_id", "bos_token_id")  # settings of a target that may differ
+UPDATED = " with new weights"  # of the name of a target to which some were given
+EXPECTED = "a hub id, a folder, tensors by their names in a checkpoint, or a tree of weights such as llm.target"
+
+
+@dataclasses.dataclass(frozen=True)
+class New:
+    """Weights that may take the place of others. read: gives them as `Placement.place` lays them out, once. name: of their checkpoint."""
+
+    read: Callable[[], Any]
+    name: str | None = None
+    folder: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """How `load` read an LLM's weights, and reads others in their place.
+
+    name, config: of the target. dtype: of weights that are float. quantisation: of the target's. asked: those settings of `load` that say
+    how float weights are quantised. quantize_drafter, hub: as `load` has them. towers: what makes rows of images and sounds, which stay.
+    """
+
+    name: str
+    config: TargetConfig
+    dtype: Any
+    quantisation: Quantisation | None
+    asked: Mapping[str, str | None]
+    quantize_drafter: str | None
+    placement: Placement
+    hub: Hub
+    towers: Collection[Media]
+    progress: bool
+
+    def target(self, given: Any, adapter: str | os.PathLike[str] | None) -> New:
+        """A target's weights, checked as far as that needs no numbers. given: see `LLM.update_weights`; None: those that `load` read.
+        Raises TypeError or ValueError for what is none, or is not like those that the LLM has."""
+        if given is None or isinstance(given, str | os.PathLike):
+            return self._checkpoint(self.name if given is None else os.fspath(given), adapter)
+        if adapter is not None:
+            raise TypeError(f"an adapter is given with {type_name(given)}; it can be merged into the weights of a checkpoint alone")
+        if isinstance(given, Mapping):
+            tensors = stored_of(given)
+            return New(planned_target(GIVEN, self._abstract(), self.quantisation, progress=self.progress, given=tensors))
+        return New(self._placed("target", given, self._abstract()))
+
+    def drafter(self, given: Any, like: Any) -> New:
+        """The same of a drafter. like: the weights that the LLM has."""
+        if not isinstance(given, str | os.PathLike):
+            return New(self._placed("drafter", given, like))
+        folder = drafters.resolve(given, checkpoint.resolve(self.name, self.hub, weights=False), self.hub.of_others)
+        planned = drafters.abstract_drafter(folder, self.config, self.dtype, self.quantize_drafter)
+        if _form(planned) != _form(like):
+            raise ValueError(f"{os.fspath(given)} is another drafter, {planned!r}, than that of the LLM, {like!r}; load it instead")
+        settings = {"quantize": self.quantize_drafter, "place": self.placement.place, "progress": self.progress}
+        return New(lambda: drafters.load_drafter(folder, self.config, self.dtype, **settings), os.fspath(given), folder)
+
+    def _abstract(self, quantisation: Quantisation | None = None) -> Any:
+        return self.placement.place(abstract_target(self.config, self.dtype, quantisation or self.quantisation))
+
+    def _checkpoint(self, name: str, adapter: str | os.PathLike[str] | None) -> New:
+        folder = checkpoint.resolve(name, self.hub)
+        config, _ = read_target(folder)
+        own: Any = self.config
+        keys = (field.name for field in dataclasses.fields(own) if field.name not in NOT_COMPUTED_WITH)
+        pairs = {key: (getattr(config, key, None), getattr(own, key)) for key in keys}
+        if told := [f"{key}: found {found!r}, expected {wanted!r}" for key, (found, wanted) in pairs.items() if found != wanted]:
+            raise ValueError(f"{name} is another model than the LLM's target, which `load` reads, {listed(told)}")
+        quantisation, abstract = quantisation_of(folder, self.config, self.dtype, **self.asked), self._abstract()
+        of_it = self.placement.place(abstract_target(self.config, self.dtype, quantisation))
+        if _form(of_it) != _form(abstract):
+            raise ValueError(f"{name} holds {of_it!r}, and the LLM {abstract!r}; load it instead")
+        changes = {} if adapter is None else self._changes(folder, adapter)
+        told = name if adapter is None else f"{name} with {os.fspath(adapter)}"
+        return New(planned_target(folder, abstract, quantisation, changes, progress=self.progress), told)
+
+    def _changes(self, folder: Path, adapter: str | os.PathLike[str]) -> dict[str, Any]:
+        for tower in self.towers:
+            if tower.changes(read_adapter(adapter, self.hub)):
+                raise ValueError(f"the adapter {os.fspath(adapter)!r} changes the {tower.noun}, which stays; load it instead")
+        return adapter_changes(adapter, self.hub, folder, self.config, read_quantisation(folder))
+
+    def _placed(self, what: str, given: Any, like: Any) -> Callable[[], Any]:
+        """A tree, put to where those like it lie."""
+        tree, like = bare(given), bare(like)
+        if jax.tree.structure(tree) != jax.tree.structure(like):
+            quantised = " (quantised weights can be given as float tensors by their names)" if self.quantisation is not None else ""
+            raise ValueError(f"the new {what} is {given!r}, and the LLM's is {like!r}; expected {EXPECTED}{quantised}")
+        wanted, problems = leaves_by_path(like), list[str]()
+        for path, leaf in leaves_by_path(tree).items():
+            floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (leaf, wanted[path]))
+            if leaf.shape != wanted[path].shape or not (floats or leaf.dtype == wanted[path].dtype):
+                problems.append(f"{path}: found {leaf.dtype} {list(leaf.shape)}, expected {wanted[path].dtype} {list(wanted[path].shape)}")
+        if problems:
+            raise ValueError(f"the new {what} does not fit, {listed(problems)}")
+        return lambda: self.placement.put(jax.tree.map(lambda x, to: jnp.asarray(x, to.dtype), tree, like))
+
+
+class Weights:
+    """The weights of an LLM on all data shards, and those that take their place.
+
+    target: as `placement` spreads it. origin: of the drafter that was loaded, or that learns or was given since. reader: None for an LLM
+    whose weights stay."""
+
+    def __init__(self, target: Any, origin: Origin, placement: Placement, reader: Reader | None):
+        self.target: Any = target  # this and the next: None once the LLM is closed
+        self.origin: Any = origin
+        self.placement, self._reader = placement, reader
+
+    def close(self) -> None:
+        """Gives up the weights."""
+        self.target = self.origin = None
+
+    def planned(self, target: Any, drafter: Any, adapter: Any) -> tuple[New | None, New | None]:
+        """(target, drafter) as `LLM.update_weights` was given them, checked; None for one that stays."""
+        if target is None and drafter is None and adapter is None:
+            raise TypeError("no weights are given; expected a target, an adapter or a drafter")
+        if self._reader is None:
+            raise RuntimeError("only an LLM that `load` has made takes other weights")
+        new = None if target is None and adapter is None else self._reader.target(target, adapter)
+        return new, None if drafter is None else self._reader.drafter(drafter, self.origin.weights)
+
+    def update(
+        self,
+        new: New | None,
+        drafter: New | None,
+        name: str,
+        runners: Sequence[Runner],
+        learning: Learning | None,
+        close: Callable[[], None],
+    ) -> str:
+        """Reads these and computes with them from now on. Returns the target's name. name: that of before. learning: the LLM's last.
+        close: closes the LLM, where a target was given up and there is no other. No shard is stepping. Raises what reading raises."""
+        if drafter is not None:
+            if learning is not None and learning.going:
+                raise RuntimeError("the drafter learns, so that it takes no other weights; close its `learning` first")
+            weights = drafter.read()
+            config = None if drafter.folder is None else self.origin.config
+            self.origin = Origin(weights, drafter.folder, config)
+            for ((_, its), _), runner in zip(self.placement.split(((), self.placement.spread(weights))), runners, strict=True):
+                runner.drafting.use(its)
+            if learning is not None:
+                learning.origin = self.origin
+        if new is None:
+            return name
+        if not (room := self._room()):
+            self._use_target(None, runners, learning)
+        try:
+            weights = self.placement.spread(new.read())
+        except BaseException as error:
+            if not room:
+                close()
+                error.add_note(f"the old weights had been given up for the new ones, so the LLM of {name!r} is closed")
+            raise
+        self._use_target(weights, runners, learning)
+        return new.name or f"{name.removesuffix(UPDATED)}{UPDATED}"
+
+    def _room(self) -> bool:
+        """Whether there is room for another target's weights beside these, as far as the device says."""
+        device = jax.local_devices()[0]
+        limit = memory_limit(device)
+        return limit is None or memory_used(device) + bytes_per_device(self.target) <= limit
+
+    def _use_target(self, weights: Any, runners: Sequence[Runner], learning: Learning | None) -> None:
+        self.target = weights
+        if learning is not None:
+            learning.follow(weights)
+        parts = [(None, None)] * len(runners) if weights is None else [part for part, _ in self.placement.split((weights, ()))]
+        for (its, _), runner in zip(parts, runners, strict=True):
+            runner.use_target(its)
+
+
+def bare(tree: Any) -> Any:
+    """A tree of weights without what is made of them where they lie: guides of heads, and over which axes modules add up."""
+    return jax.tree.map(lambda x: None if isinstance(x, Guide) else x, unspread(tree), is_leaf=lambda x: isinstance(x, Guide))
+
+
+def _form(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(bare(tree))
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
