@@ -108,7 +108,10 @@ class Reader:
         for tower in self.towers:
             if tower.changes(read_adapter(adapter, self.hub)):
                 raise ValueError(f"the adapter {os.fspath(adapter)!r} changes the {tower.noun}, which stays; load it instead")
-        return adapter_changes(adapter, self.hub, folder, self.config, read_quantisation(folder))
+        changes = adapter_changes(adapter, self.hub, folder, self.config, read_quantisation(folder))
+        if not changes:
+            raise ValueError(f"the adapter {os.fspath(adapter)!r} changes none of the target's text weights")
+        return changes
 
     def _placed(self, what: str, given: Any, like: Any) -> Callable[[], Any]:
         """A tree, put to where those like it lie."""

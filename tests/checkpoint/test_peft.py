@@ -214,6 +214,11 @@ def test_load_merges_and_the_drafter_guesses_on(folders_with_adapter, tmp_path, 
     found = llm.generate("def f(x):", params)[0].token_ids
     assert cli.main(["convert", str(target), str(tmp_path / "out"), "--adapter", str(adapter), "--dtype", "float32"]) == 0
     assert jaxspec.load(tmp_path / "out", **SETTINGS).generate("def f(x):", params)[0].token_ids == found
+    later = jaxspec.load(target, assistant, **SETTINGS)
+    for name, merged in (({"adapter": adapter}, True), ({"target": target}, False)):
+        later.update_weights(**name)
+        assert later.name == (llm.name if merged else str(target))
+        assert (later.generate("def f(x):", params)[0].token_ids == found) == merged
     capsys.readouterr()
     assert cli.main(["info", str(target), "--adapter", str(adapter)]) == 0
     assert "adapter     changes 2 weights\n" in capsys.readouterr().out
@@ -328,6 +333,8 @@ def test_an_adapter_of_the_towers_alone(plain, tmp_path):
     none = f"the adapter '{edited}' changes none of the target's text weights"
     with pytest.raises(ValueError, match=f"{none}; if it changes the image tower, load with images=True"):
         jaxspec.load(target, adapter=edited, max_len=64, progress=False)
+    with jaxspec.load(target, max_len=64, progress=False) as llm, pytest.raises(ValueError, match=none):
+        llm.update_weights(adapter=edited)
     with pytest.raises(ValueError, match=f"{none}, and {target} has no image tower"):
         jaxspec.convert(target, tmp_path / "converted", adapter=edited, progress=False)
 
