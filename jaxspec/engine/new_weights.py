@@ -17,7 +17,7 @@ from jaxspec.checkpoint.hub import Hub
 from jaxspec.checkpoint.layout import listed
 from jaxspec.checkpoint.peft import read_adapter
 from jaxspec.checkpoint.quantisation import Quantisation
-from jaxspec.checks import type_name
+from jaxspec.checks import path, type_name
 from jaxspec.engine.learn import Learning, Origin
 from jaxspec.engine.memory import memory_limit, memory_used
 from jaxspec.engine.runner import Runner
@@ -65,14 +65,17 @@ class Reader:
     def target(self, given: Any, adapter: str | os.PathLike[str] | None) -> New:
         """A target's weights, checked as far as that needs no numbers. given: see `LLM.update_weights`; None: those that `load` read.
         Raises TypeError or ValueError for what is none, or is not like those that the LLM has."""
+        if adapter is not None:
+            path("adapter", adapter, "a folder or a hub id")
         if given is None or isinstance(given, str | os.PathLike):
             return self._checkpoint(self.name if given is None else os.fspath(given), adapter)
         if adapter is not None:
             raise TypeError(f"an adapter is given with {type_name(given)}; it can be merged into the weights of a checkpoint alone")
         if isinstance(given, Mapping):
             tensors = stored_of(given)
-            return New(planned_target(GIVEN, self._abstract(), self.quantisation, progress=self.progress, given=tensors))
-        return New(self._placed("target", given, self._abstract()))
+            abstract = self._abstract(self.quantisation)
+            return New(planned_target(GIVEN, abstract, self.quantisation, progress=self.progress, given=tensors))
+        return New(self._placed("target", given, self._abstract(self.quantisation)))
 
     def drafter(self, given: Any, like: Any) -> New:
         """The same of a drafter. like: the weights that the LLM has."""
@@ -85,21 +88,21 @@ class Reader:
         settings = {"quantize": self.quantize_drafter, "place": self.placement.place, "progress": self.progress}
         return New(lambda: drafters.load_drafter(folder, self.config, self.dtype, **settings), os.fspath(given), folder)
 
-    def _abstract(self, quantisation: Quantisation | None = None) -> Any:
-        return self.placement.place(abstract_target(self.config, self.dtype, quantisation or self.quantisation))
+    def _abstract(self, quantisation: Quantisation | None) -> Any:
+        return self.placement.place(abstract_target(self.config, self.dtype, quantisation))
 
     def _checkpoint(self, name: str, adapter: str | os.PathLike[str] | None) -> New:
-        folder = checkpoint.resolve(name, self.hub)
+        folder = checkpoint.resolve(name, self.hub if name == self.name else self.hub.of_others)
         config, _ = read_target(folder)
         own: Any = self.config
         keys = (field.name for field in dataclasses.fields(own) if field.name not in NOT_COMPUTED_WITH)
         pairs = {key: (getattr(config, key, None), getattr(own, key)) for key in keys}
         if told := [f"{key}: found {found!r}, expected {wanted!r}" for key, (found, wanted) in pairs.items() if found != wanted]:
             raise ValueError(f"{name} is another model than the LLM's target, which `load` reads, {listed(told)}")
-        quantisation, abstract = quantisation_of(folder, self.config, self.dtype, **self.asked), self._abstract()
-        of_it = self.placement.place(abstract_target(self.config, self.dtype, quantisation))
-        if _form(of_it) != _form(abstract):
-            raise ValueError(f"{name} holds {of_it!r}, and the LLM {abstract!r}; load it instead")
+        quantisation = quantisation_of(folder, self.config, self.dtype, **self.asked)
+        abstract, like = self._abstract(quantisation), self._abstract(self.quantisation)
+        if _form(abstract) != _form(like):
+            raise ValueError(f"{name} holds {abstract!r}, and the LLM {like!r}; load it instead")
         changes = {} if adapter is None else self._changes(folder, adapter)
         told = name if adapter is None else f"{name} with {os.fspath(adapter)}"
         return New(planned_target(folder, abstract, quantisation, changes, progress=self.progress), told)
@@ -117,7 +120,7 @@ class Reader:
         """A tree, put to where those like it lie."""
         tree, like = bare(given), bare(like)
         if jax.tree.structure(tree) != jax.tree.structure(like):
-            quantised = " (quantised weights can be given as float tensors by their names)" if self.quantisation is not None else ""
+            quantised = "; of weights that `load` has quantised, float tensors by their names" if any(self.asked.values()) else ""
             raise ValueError(f"the new {what} is {given!r}, and the LLM's is {like!r}; expected {EXPECTED}{quantised}")
         wanted, problems = leaves_by_path(like), list[str]()
         for path, leaf in leaves_by_path(tree).items():

@@ -264,6 +264,8 @@ def test_trees_and_drafters_that_do_not_fit(pair, folders, tmp_path):
     narrow = tiny.tiny_assistant(tmp_path / "narrow", intermediate_size=16)
     with pytest.raises(ValueError, match="is another drafter"):
         pair.update_weights(drafter=narrow)
+    with pytest.raises(TypeError, match="adapter is 3"):
+        pair.update_weights(adapter=3)
     with pytest.raises(TypeError, match="an adapter is given with dict"):
         pair.update_weights(load_file(folders[0] / WEIGHTS), adapter="anything")
 
