@@ -123,10 +123,12 @@ class Reader:
             quantised = "; of weights that `load` has quantised, float tensors by their names" if any(self.asked.values()) else ""
             raise ValueError(f"the new {what} is {given!r}, and the LLM's is {like!r}; expected {EXPECTED}{quantised}")
         wanted, problems = leaves_by_path(like), list[str]()
-        for path, leaf in leaves_by_path(tree).items():
-            floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (leaf, wanted[path]))
-            if leaf.shape != wanted[path].shape or not (floats or leaf.dtype == wanted[path].dtype):
-                problems.append(f"{path}: found {leaf.dtype} {list(leaf.shape)}, expected {wanted[path].dtype} {list(wanted[path].shape)}")
+        for where, leaf in leaves_by_path(tree).items():
+            floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (leaf, wanted[where]))
+            if leaf.shape != wanted[where].shape or not (floats or leaf.dtype == wanted[where].dtype):
+                problems.append(
+                    f"{where}: found {leaf.dtype} {list(leaf.shape)}, expected {wanted[where].dtype} {list(wanted[where].shape)}"
+                )
         if problems:
             raise ValueError(f"the new {what} does not fit, {listed(problems)}")
         return lambda: self.placement.put(jax.tree.map(lambda x, to: jnp.asarray(x, to.dtype), tree, like))
