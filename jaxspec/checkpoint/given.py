@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.checkpoint.safetensors import NUMPY_DTYPES, Stored, without_wrappers
@@ -19,9 +20,13 @@ NAMES = {str(dtype): name for name, dtype in NUMPY_DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Given(Stored):
-    """Such a tensor, which is copied to the host when it is read."""
+    """Such a tensor, which `read` copies to the host."""
 
     value: Any = None
+
+    @property
+    def on_devices(self) -> Any:
+        return self.value if isinstance(self.value, jax.Array) else None
 
     def read(self, into: np.ndarray | None = None) -> np.ndarray:
         found = self._on_host()

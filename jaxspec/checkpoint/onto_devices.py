@@ -15,12 +15,13 @@ import numpy as np
 
 from jaxspec.checkpoint.jobs import Job
 from jaxspec.checkpoint.layout import Part
-from jaxspec.checkpoint.safetensors import NUMPY_DTYPES, Stored
+from jaxspec.checkpoint.safetensors import FLOATS, NUMPY_DTYPES, Stored
 
 Box = tuple[tuple[int, int], ...]  # a rectangular part of an array: start and stop along each axis
 
 LARGE_BYTES = 1 << 28  # the host never holds a larger tensor whole
 COPIED_BYTES = 1 << 25  # how much of a large one it holds at a time
+MOST_PUT_TOGETHER = 4  # tensors that are put together on a device, where each copies the whole
 
 
 class Placing(NamedTuple):
@@ -36,12 +37,30 @@ def placing(leaf: Any, parts: Sequence[tuple[Part, Stored]]) -> Placing:
     leaf: a ShapeDtypeStruct. parts: the tensors that make it up. The jobs raise ValueError for a file that ends early and for integers
     that the leaf's dtype cannot hold.
     """
+    if len(parts) <= MOST_PUT_TOGETHER and all(tensor.on_devices is not None and tensor.dtype in FLOATS for _, tensor in parts):
+        return Placing([Job(0, lambda update: _from_devices(leaf, parts, update))], lambda made: made[0])
     if len(parts) == 1 and parts[0][0].as_it_is and parts[0][1].nbytes > LARGE_BYTES:
         return _by_chunks(leaf, *parts[0])
     # The leaf, and of tensors that are cast one beside it.
     cast = [tensor.nbytes for _, tensor in parts if NUMPY_DTYPES[tensor.dtype] != leaf.dtype]
     nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize + max(cast, default=0)
     return Placing([Job(nbytes, lambda update: put_on_devices(_assemble(leaf, parts, update), leaf))], lambda made: made[0])
+
+
+def _from_devices(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Callable[[int], Any]) -> jax.Array:
+    """A leaf of float tensors that lie on devices. If it is one of them as it is, and lies where the leaf is to, nothing is copied."""
+    out: Any = None
+    for part, tensor in parts:
+        value = tensor.on_devices
+        value = value.astype(jnp.float32) + part.plus if part.plus else value
+        if part.index:
+            out = jnp.zeros(leaf.shape, leaf.dtype) if out is None else out
+            place = np.broadcast_to(np.uint8(0), leaf.shape)[part.index]
+            out = out.at[part.index].set(value.reshape(place.shape).astype(leaf.dtype))
+        else:
+            out = value.reshape(leaf.shape).astype(leaf.dtype)
+        update(tensor.nbytes)
+    return jax.block_until_ready(jax.device_put(out, leaf.sharding or jax.devices()[0]))
 
 
 def _read(leaf: Any, part: Part, tensor: Stored, into: np.ndarray | None = None) -> np.ndarray:

@@ -39,6 +39,11 @@ class Stored:
         """Dtype and shape, for errors."""
         return f"{self.dtype} {list(self.shape)}"
 
+    @property
+    def on_devices(self) -> Any:
+        """The tensor as an array of JAX, where it is one already, and None in a file."""
+        return None
+
     def read(self, into: np.ndarray | None = None) -> np.ndarray:
         """The tensor. into: where it is read to, an array of its dtype and size that is contiguous, which then is returned; by default host
         memory of its own. Raises ValueError if the file ends early."""

@@ -253,10 +253,10 @@ class LLM:
         """Goes on with other weights of the same model, such as those after a step of reinforcement learning. Nothing is compiled.
 
         target: a hub id or a checkpoint folder, whose float weights are quantised as `load` was told to; all of its tensors by their names
-        in a checkpoint, arrays of NumPy, JAX or PyTorch; or a tree of weights such as `target`, whose arrays are taken as they are if they
-        lie where these do, and then must not be donated to anything. adapter: of PEFT, which is merged into the weights of the checkpoint
-        that target names; without a target, of the one that `load` read. drafter: a hub id, a folder or a tree such as `drafter`; by
-        default it stays, and so do towers of images and sounds.
+        in a checkpoint, arrays of NumPy, JAX or PyTorch; or a tree of weights such as `target`. Arrays of JAX that have the right shape,
+        dtype and place are taken as they are, so they must not be donated to anything. adapter: of PEFT, which is merged into the weights
+        of the checkpoint that target names; without a target, of the one that `load` read. drafter: a hub id, a folder or a tree such as
+        `drafter`; by default it stays, and so do towers of images and sounds.
 
         Prompts that come are computed anew. Texts that are under way in other threads or in open streams go on with the new weights, over
         what the old ones have computed. Where a device has no room for both, the old weights are given up once the new ones are known to

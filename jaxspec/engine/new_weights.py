@@ -131,7 +131,11 @@ class Reader:
                 )
         if problems:
             raise ValueError(f"the new {what} does not fit, {listed(problems)}")
-        return lambda: self.placement.put(jax.tree.map(lambda x, to: jnp.asarray(x, to.dtype), tree, like))
+
+        def own(x: Any, to: Any) -> jax.Array:  # NumPy's are copied, since a CPU would use their memory
+            return jnp.asarray(x, to.dtype) if isinstance(x, jax.Array) else jnp.array(x, to.dtype)
+
+        return lambda: self.placement.put(jax.tree.map(own, tree, like))
 
 
 class Weights:

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import Learn, SamplingParams
+from jaxspec.checkpoint import given
 from jaxspec.engine import new_weights
 from jaxspec.engine.programs import Programs
 
@@ -95,6 +96,21 @@ def test_a_tree_is_taken_as_it_is(pair, folders, other):
     pair.update_weights(half)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(pair.target))
     np.testing.assert_array_equal(pair.target.norm.weight, np.asarray(half.norm.weight, np.float32))
+    by_numpy = jax.tree.map(np.array, tree)
+    pair.update_weights(by_numpy)
+    by_numpy.norm.weight[:] = 0
+    same(pair.target, tree)
+    pair.update_weights(folders[0])
+
+
+def test_arrays_on_a_device_stay_there(pair, folders, other, expected, monkeypatch):
+    """The host sees none of their numbers."""
+    tensors = FORMS["jax"](other)
+    monkeypatch.setattr(given._Given, "_on_host", None)
+    pair.update_weights(tensors)
+    norms = pair.target.norm.weight, tensors["module.model.language_model.norm.weight"]
+    assert norms[0].unsafe_buffer_pointer() == norms[1].unsafe_buffer_pointer()
+    assert texts(pair) == expected[1]
     pair.update_weights(folders[0])
 
 
@@ -224,7 +240,7 @@ NORM = "model.language_model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("changed", "error", "message"),
     [
         (lambda found: {}, ValueError, r"the weights in the given tensors do not fit the model, \d+ problems"),
         (lambda found: without(found, NORM), ValueError, rf"{NORM}: missing, expected \[32\]"),
@@ -247,9 +263,9 @@ NORM = "model.language_model.norm.weight"
         (lambda found: "no such folder", FileNotFoundError, "no such folder"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(given, error, message, pair, folders, expected):
+def test_what_does_not_fit_changes_nothing(changed, error, message, pair, folders, expected):
     with pytest.raises(error, match=message):
-        pair.update_weights(given(load_file(folders[0] / WEIGHTS)))
+        pair.update_weights(changed(load_file(folders[0] / WEIGHTS)))
     assert texts(pair) == expected[0]
 
 
