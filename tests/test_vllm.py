@@ -562,10 +562,6 @@ def test_calls_refuse_what_they_cannot_serve(llm):
         from jaxspec.vllm import GuidedDecodingParams  # noqa: F401  # pyright: ignore
     with pytest.raises(ImportError, match="jaxspec.vllm.sampling_params has no GuidedDecodingParams: its name is StructuredOutputsParams"):
         from jaxspec.vllm.sampling_params import GuidedDecodingParams  # noqa: F401  # pyright: ignore
-    with pytest.raises(ImportError, match="jaxspec.vllm has no LoRARequest: requests share one set of weights"):
-        from jaxspec.vllm import LoRARequest  # noqa: F401  # pyright: ignore
-    with pytest.raises(ImportError, match="jaxspec.vllm has no LoRARequest: requests share one set of weights"):
-        from jaxspec.vllm.lora.request import LoRARequest  # noqa: F401  # pyright: ignore
     with pytest.raises(ImportError, match="jaxspec.vllm has no PoolingRequestOutput: a target generates text"):
         from jaxspec.vllm import PoolingRequestOutput  # noqa: F401  # pyright: ignore
     with pytest.raises(ImportError, match="jaxspec.vllm.outputs has no PoolingRequestOutput: a target generates text"):

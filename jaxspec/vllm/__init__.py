@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxspec.engine.completion import Logprob
 from jaxspec.structured import StructuredOutputsParams
-from jaxspec.vllm.arguments import MERGED
 from jaxspec.vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from jaxspec.vllm.llm import LLM
+from jaxspec.vllm.lora.request import LoRARequest
 from jaxspec.vllm.outputs import POOLING, CompletionOutput, RequestMetrics, RequestOutput
 from jaxspec.vllm.sampling_params import MISSING, SamplingParams
 from jaxspec.vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
@@ -18,6 +18,7 @@ __all__ = [
     "Counter",
     "Gauge",
     "Histogram",
+    "LoRARequest",
     "Logprob",
     "Metric",
     "PromptType",
@@ -36,7 +37,6 @@ _MISSING = {
     "AsyncLLMEngine": _SERVER,
     "EngineArgs": "LLM takes the arguments",
     "LLMEngine": _SERVER,
-    "LoRARequest": MERGED,
     "PoolingParams": "a target generates text",
     **POOLING,
     **MISSING,

@@ -76,7 +76,6 @@ TUNING = frozenset(
     trust_remote_code use_tqdm_on_load use_v2_block_manager video_pruning_rate worker_cls worker_extension_cls
     """.split()
 )
-MERGED = "requests share one set of weights; write them with the adapter in: jaxspec convert MODEL DST --adapter ADAPTER"
 _TEXT = "a target generates text"
 # Arguments that are refused unless they have one of these values, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -91,8 +90,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefill_context_parallel_size": ((1, None), "a sequence lies on the devices of one tensor group"),
     "cpu_offload_gb": ((0, None), "all weights lie on the devices; quantization makes them smaller"),
     "kv_offloading_size": ((0, None), "keys and values lie on the devices; a cache of float8 makes them smaller"),
-    "enable_lora": ((False, None), MERGED),
-    "default_mm_loras": ((None, {}), MERGED),
+    "default_mm_loras": ((None, {}), "a prompt has the adapter that its call names"),
     "enable_prompt_adapter": ((False, None), "adapters are not available"),
     "logits_processors": ((None, [], ()), "a step runs on the device whole; logit_bias, allowed_token_ids and bad_words work there"),
     "hf_overrides": ((None, {}), "the checkpoint's config.json is read as it is"),
@@ -230,13 +228,15 @@ def media_of(limits: Any, processing: Any) -> dict[str, bool | int]:
     if wanted:
         raise ValueError(f"mm_processor_kwargs has {sorted(wanted)[0]!r}, which cannot be served; expected 'max_soft_tokens'")
 
-    def allowed(kind: str, default: int) -> bool:
+    def allowed(kind: str, default: int = 0) -> bool:
         count = (limits or {}).get(kind, default)
         count = count.get("count", 1) if isinstance(count, Mapping) else count
         return integer(f"limit_mm_per_prompt[{kind!r}]", count, 0) > 0
 
+    if allowed("video"):
+        raise ValueError("limit_mm_per_prompt['video'] asks for videos, which cannot be served; expected images of their frames")
     tokens = True if most is None else integer("mm_processor_kwargs['max_soft_tokens']", most, 1)
-    return {"images": allowed("image", 0 if most is None else 1) and tokens, "audio": allowed("audio", 0)}
+    return {"images": allowed("image", 0 if most is None else 1) and tokens, "audio": allowed("audio")}
 
 
 def structure_of(config: Mapping[str, Any] | None) -> tuple[dict[str, bool], list[str]]:

@@ -19,7 +19,9 @@ from jaxspec.loading import load
 from jaxspec.structured import StructuredOutputsParams
 from jaxspec.text import in_one_text
 from jaxspec.vllm import arguments
+from jaxspec.vllm.adapters import Adapter, Adapters
 from jaxspec.vllm.inputs import PromptType
+from jaxspec.vllm.lora.request import LoRARequest
 from jaxspec.vllm.outputs import RequestOutput, request_output
 from jaxspec.vllm.sampling_params import GENERATION, SamplingParams, default_params
 from jaxspec.vllm.v1.metrics.reader import Counter, Vector, counters
@@ -41,7 +43,6 @@ MISSING = {
 }
 # Arguments of generate and chat that are refused unless they are None or empty, and why.
 CALLS_REFUSED = {
-    "lora_request": arguments.MERGED,
     "prompt_adapter_request": "adapters are not available",
     "guided_options_request": "SamplingParams(structured_outputs=...) takes their place",
     "prompt_token_ids": "they belong into prompts, as {'prompt_token_ids': [...]}",
@@ -70,8 +71,9 @@ class LLM:
     which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
     "disable_any_whitespace" and "disable_additional_properties" hold for all requests. chat_template: a template, or a file of one, in
     place of the checkpoint's. limit_mm_per_prompt, mm_processor_kwargs: prompts may have images and sounds, any number of them, if the
-    former allows some, as {"image": 1, "audio": 1} does; the latter may have "max_soft_tokens". enable_prefix_caching: prompts that begin
-    alike are computed once whatever it says.
+    former allows some, as {"image": 1, "audio": 1} does; the latter may have "max_soft_tokens". enable_lora: calls may have a lora_request.
+    Where it is another than the last one, its adapter is merged into the model's weights, which are read again. enable_prefix_caching:
+    prompts that begin alike are computed once whatever it says.
 
     others: more arguments of vLLM. Those that only tune it are accepted, and a warning names them. Raises ValueError, with the reason,
     for one that cannot be served; TypeError, with the nearest name, for one that vLLM has not; and what `load` raises.
@@ -103,6 +105,7 @@ class LLM:
         chat_template: str | os.PathLike[str] | None = None,
         limit_mm_per_prompt: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        enable_lora: bool | None = False,
         **others: Any,
     ):
         tuning = arguments.sorted_out(others, inspect.signature(LLM).parameters)
@@ -145,6 +148,7 @@ class LLM:
             )
         generation = checkpoint.read_generation_config(checkpoint.resolve(model, hub)) if generation_config == "auto" else {}
         self._defaults = default_params({**generation, **overrides})
+        self._adapters = Adapters(self.jaxspec, os.fspath(model), bool(enable_lora))
         self._numbers = itertools.count()
 
     def __getattr__(self, name: str) -> Any:
@@ -157,6 +161,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: Bar = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Completes prompts and returns a result for each, in order.
@@ -164,15 +169,21 @@ class LLM:
         prompts: a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids", and with "multi_modal_data" for images and
         sounds; or several of these.
         sampling_params: one for all, or one for each; None takes `get_default_sampling_params()`. use_tqdm: whether to show a progress
-        bar, or what makes one. Raises what `jaxspec.LLM.generate` raises, and ValueError for other arguments that cannot be served.
+        bar, or what makes one. lora_request: an adapter for all prompts, or one or None for each; prompts of one adapter are served after
+        those of another. Raises what `jaxspec.LLM.generate` and `jaxspec.LLM.update_weights` raise, and ValueError for other arguments that
+        cannot be served.
         """
         _check_call("generate", others)
         if prompts is None:
             raise TypeError("generate has no prompts; expected a text, token ids, or several of these")
         listed = prompts_of(prompts)
-        params = self._params(sampling_params)
+        params, wanted = self._params(sampling_params), self._adapters.of_call("generate", lora_request, len(listed))
+
+        def serve(some: Sequence[int] | None) -> list[Completion]:
+            return self.jaxspec.generate(_picked(listed, some), self._served(_picked(params, some)), use_tqdm=use_tqdm)
+
         with arguments.in_their_names():
-            return self._results(self.jaxspec.generate(listed, self._served(params), use_tqdm=use_tqdm), params)
+            return self._results(self._adapters.served(wanted, serve), params, wanted)
 
     def chat(
         self,
@@ -186,6 +197,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answers a conversation or a list of them. Returns one result for each, in order. See `jaxspec.LLM.chat` for the arguments.
@@ -199,14 +211,16 @@ class LLM:
             raise ValueError(f"chat_template_content_format is {chat_template_content_format!r}; available: {available}")
         several = are_several(messages)
         conversations = [_in_format(each, chat_template_content_format) for each in (messages if several else [messages])]
+        wanted = self._adapters.of_call("chat", lora_request, len(conversations))
         params = self._params(sampling_params)
         thinks = isinstance(chat_template_kwargs, Mapping) and chat_template_kwargs.get("enable_thinking")
         if (tools or thinks) and self._marks_with_special_tokens():
             params = _with_special_tokens(params)
-        with arguments.in_their_names():
-            completions = self.jaxspec.chat(
-                conversations if isinstance(messages, list | tuple) else messages,
-                self._served(params),
+
+        def serve(some: Sequence[int] | None) -> list[Completion]:
+            return self.jaxspec.chat(
+                _picked(conversations, some) if isinstance(messages, list | tuple) else messages,
+                self._served(_picked(params, some)),
                 use_tqdm=use_tqdm,
                 chat_template=_template(chat_template) or self._template,
                 add_generation_prompt=add_generation_prompt,
@@ -214,7 +228,9 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-        return self._results(completions, params)
+
+        with arguments.in_their_names():
+            return self._results(self._adapters.served(wanted, serve), params, wanted)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it."""
@@ -260,11 +276,14 @@ class LLM:
         opening = tokenizer.thought_ids[0]
         return opening >= 0 and not tokenizer.has_text(opening)
 
-    def _results(self, completions: Sequence[Completion], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
+    def _results(
+        self, completions: Sequence[Completion], params: SamplingParams | list[SamplingParams], adapters: Sequence[Adapter]
+    ) -> list[RequestOutput]:
         results = []
         for prompt, group in itertools.groupby(completions, lambda completion: completion.prompt_index):
             samples, chosen = list(group), params[prompt] if isinstance(params, list) else params
-            results.append(request_output(str(next(self._numbers)), samples, [self._text(sample, chosen) for sample in samples]))
+            texts = [self._text(sample, chosen) for sample in samples]
+            results.append(request_output(str(next(self._numbers)), samples, texts, adapters[prompt]))
         return results
 
     def _text(self, sample: Completion, params: SamplingParams) -> str:
@@ -280,6 +299,11 @@ class LLM:
             cut = tokenizer.decode(ids)[len(sample.text) :]  # by the stop string, which the last token completes
             return text.removesuffix(cut)
         return tokenizer.decode(ids[:-1], special=True) if sample.finish_reason == "stop" and not keep else text
+
+
+def _picked(given: Any, numbers: Sequence[int] | None) -> Any:
+    """Those of a list that have these numbers, None for all. What is no list is for all."""
+    return given if numbers is None or not isinstance(given, list) else [given[i] for i in numbers]
 
 
 def _check_call(call: str, others: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.engine.completion import Completion, Logprob
+from jaxspec.vllm.lora.request import LoRARequest
 from jaxspec.vllm.v1.metrics.reader import accepted, drafts
 
 # Results of vLLM that are not here, and why.
@@ -65,10 +66,12 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
 
 
-def request_output(request_id: str, samples: Sequence[Completion], texts: Sequence[str]) -> RequestOutput:
+def request_output(
+    request_id: str, samples: Sequence[Completion], texts: Sequence[str], adapter: LoRARequest | None = None
+) -> RequestOutput:
     """The result of a prompt from its samples, of which there is at least one. texts: theirs."""
     first, stats = samples[0], [sample.stats for sample in samples]
     metrics = RequestMetrics(
@@ -87,6 +90,7 @@ def request_output(request_id: str, samples: Sequence[Completion], texts: Sequen
         finished=True,
         metrics=metrics,
         num_cached_tokens=first.num_cached_tokens,
+        lora_request=adapter,
     )
 
 

@@ -158,6 +158,16 @@ def test_they_are_quantised_and_spread_as_those_before(form, settings, folders, 
             same(runner.programs.target, target)
 
 
+def test_a_guide_of_the_head_is_made_anew(tmp_path):
+    target = tiny.tiny_target(tmp_path / "target", hidden_size=128)
+    other = drawn(target, tmp_path / "other", 7)
+    wanted, llm = (jaxspec.load(folder, head_guide=True, **SIZES) for folder in (other, target))
+    assert llm.target.head_guide is not None
+    for form in (other, wanted.target, load_file(other / WEIGHTS)):
+        llm.update_weights(form)
+        same(llm.target, wanted.target)
+
+
 @pytest.mark.parametrize("settings", [{"tensor": 2}, {"data": 2}])
 def test_texts_on_a_mesh(settings, folders, other, expected):
     with jaxspec.load(folders[0], mesh=jaxspec.mesh(**settings), **SIZES) as llm:
