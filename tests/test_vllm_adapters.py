@@ -104,3 +104,21 @@ def test_what_is_no_adapter_is_refused(llm, folders, adapters, expected, tmp_pat
         plain.generate(PROMPTS, GREEDY, lora_request=adapters[0])
     with pytest.raises(ValueError, match=r"limit_mm_per_prompt\['video'\] asks for videos"):
         LLM(str(folders[0]), limit_mm_per_prompt={"video": 1}, **SIZES)
+
+
+def test_it_sleeps_by_levels(llm, expected):
+    assert llm.reset_prefix_cache()
+    llm.sleep()
+    with pytest.raises(RuntimeError, match="sleeps"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.wake_up(tags=["weights"]), llm.wake_up(tags=["kv_cache"])
+    assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected[None]
+    llm.sleep(level=2)
+    with pytest.raises(RuntimeError, match="were dropped"):
+        llm.wake_up()
+    llm.jaxspec.update_weights(llm.jaxspec._whole._reader.name)
+    assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected[None]
+    with pytest.raises(ValueError, match="level is 3; available: 1, 2"):
+        llm.sleep(level=3)
+    with pytest.raises(ValueError, match="tags have 'cache'; available: 'weights', 'kv_cache'"):
+        llm.wake_up(tags=["cache"])

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from tqdm.auto import tqdm
 
-from jaxspec.checks import integer
+from jaxspec.checks import among, integer
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine import readings
 from jaxspec.engine.acceptance_watch import Watch
@@ -49,6 +49,7 @@ from jaxspec.text import TemplateOptions, Tokenizer
 from jaxspec.trees import packed_kinds, rounded_inputs
 
 STREAM_STEPS = 4  # rounds between two chunks of a stream
+WEIGHTS = ("keep", "host", "drop")  # what becomes of a target's while an LLM sleeps
 
 Bar = bool | Callable[..., Any] | None
 
@@ -158,9 +159,12 @@ class LLM:
                 if failed is not None:
                     raise failed
 
-    def _check_open(self) -> None:
+    def _check_open(self, awake: bool = True) -> None:
+        """awake: whether it must have a target's weights."""
         if self._closed:
             raise RuntimeError(f"the LLM of {self.name!r} is closed; load it again")
+        if awake and self._whole.target is None:
+            raise RuntimeError(f"the LLM of {self.name!r} sleeps, and has no weights; call wake_up() or update_weights(...)")
 
     @property
     def target(self) -> TargetModel:
@@ -215,15 +219,15 @@ class LLM:
         return self._serving.learning
 
     def __repr__(self) -> str:
-        if self._closed:
-            return f"LLM({self.name!r}, closed)"
+        if self._whole.target is None:
+            return f"LLM({self.name!r}, {'closed' if self._closed else 'asleep'})"
         return (
             f"LLM({self.name!r}, drafter={type(self.drafter).__name__}, num_draft_tokens={self.num_draft_tokens}, "
             f"max_slots={self.max_slots}, max_len={self.max_len}, dtype={self.target.dtype}, on {jax.default_backend()})"
         )
 
     def _repr_html_(self) -> str | None:
-        return None if self._closed else llm_html(self, self.name)  # None: a notebook shows `repr`
+        return None if self._whole.target is None else llm_html(self, self.name)  # None: a notebook shows `repr`
 
     @heeded()
     def warmup(self, *params: SamplingParams) -> None:
@@ -264,12 +268,48 @@ class LLM:
 
         Raises TypeError or ValueError for what is none of these, or not like the weights that the LLM has, before anything has changed;
         RuntimeError for a drafter while one learns; and what reading a checkpoint raises, see `load`."""
-        self._check_open()
+        self._check_open(awake=False)
         news = self._whole.planned(target, drafter, adapter)
         with self._lock():
-            self._check_open()
+            self._check_open(awake=False)
             self._shards.take(None)
             self.name = self._whole.update(*news, self.name, self._shards.runners, self._serving.learning, self.close)
+
+    @heeded()
+    def sleep(self, weights: str = "keep") -> None:
+        """Gives memory of the devices back while there is nothing to generate, such as to a trainer on the same devices: that of the cache,
+        which the next call makes anew.
+
+        weights: "keep" leaves the target's where they are. "host" moves them to the host's memory until `wake_up`, and "drop" gives them up
+        until `update_weights`; calls raise RuntimeError meanwhile. The memory of arrays that somebody else holds stays taken.
+
+        Raises ValueError for other weights, RuntimeError while texts are under way."""
+        if not among(weights, WEIGHTS):
+            raise ValueError(f"weights is {weights!r}; available: {', '.join(map(repr, WEIGHTS))}")
+        with self._lock():
+            self._check_open(awake=False)
+            self._shards.take(None)
+            if any(runner.held.running for runner in self._shards.runners):
+                raise RuntimeError("texts are under way; read or close open streams before the LLM sleeps")
+            for runner in self._shards.runners:
+                runner.sleep()
+            if weights != "keep":
+                self._whole.give_up(weights == "host", self._shards.runners, self._serving.learning)
+
+    @heeded()
+    def wake_up(self) -> None:
+        """Puts weights that `sleep` moved to the host back onto the devices. Raises RuntimeError if it dropped them."""
+        with self._lock():
+            self._check_open(awake=False)
+            self._whole.take_back(self._shards.runners, self._serving.learning)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what was computed of prompts, so that those to come share nothing with those before."""
+        with self._lock():
+            self._check_open(awake=False)
+            self._shards.take(None)
+            for runner in self._shards.runners:
+                runner.forget()
 
     def learn(self, share: float | Learn = 0.05, out: str | os.PathLike[str] | None = None, **settings: Any) -> Learning:
         """Lets the drafter learn from the texts that are written from now on, between calls of the device. Texts stay the same.

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec import checkpoint, drafters
 from jaxspec.checkpoint.given import GIVEN, stored_of
@@ -145,13 +146,14 @@ class Weights:
     whose weights stay."""
 
     def __init__(self, target: Any, origin: Origin, placement: Placement, reader: Reader | None):
-        self.target: Any = target  # this and the next: None once the LLM is closed
+        self.target: Any = target  # None while it is given up; this and the next also once the LLM is closed
         self.origin: Any = origin
+        self._on_host: Any = None  # the target's arrays and their shardings, while the host has them
         self.placement, self._reader = placement, reader
 
     def close(self) -> None:
         """Gives up the weights."""
-        self.target = self.origin = None
+        self.target = self.origin = self._on_host = None
 
     def planned(self, target: Any, drafter: Any, adapter: Any) -> tuple[New | None, New | None]:
         """(target, drafter) as `LLM.update_weights` was given them, checked; None for one that stays."""
@@ -195,7 +197,26 @@ class Weights:
                 error.add_note(f"the old weights had been given up for the new ones, so the LLM of {name!r} is closed")
             raise
         self._use_target(weights, runners, learning)
+        self._on_host = None
         return new.name or f"{name.removesuffix(UPDATED)}{UPDATED}"
+
+    def give_up(self, to_host: bool, runners: Sequence[Runner], learning: Learning | None) -> None:
+        """Gives the memory of the target's weights back. to_host: whether the host keeps them for `take_back`."""
+        if self.target is None:
+            return
+        leaves, form = jax.tree.flatten(self.target)
+        self._on_host = ([np.asarray(leaf) for leaf in leaves], [leaf.sharding for leaf in leaves], form) if to_host else None
+        self._use_target(None, runners, learning)
+
+    def take_back(self, runners: Sequence[Runner], learning: Learning | None) -> None:
+        """Puts what the host keeps back where it was. Raises RuntimeError if that is nothing, and there is no target."""
+        if self.target is not None:
+            return
+        if self._on_host is None:
+            raise RuntimeError("the target's weights were dropped; update_weights takes others")
+        leaves, shardings, form = self._on_host
+        self._use_target(jax.tree.unflatten(form, jax.device_put(leaves, shardings)), runners, learning)
+        self._on_host = None
 
     def _room(self) -> bool:
         """Whether there is room for another target's weights beside these, as far as the device says."""

@@ -144,6 +144,12 @@ class Programs:
         with self._explained():
             self.state = jax.block_until_ready(self._layout.empty())
 
+    def give_back(self) -> None:
+        """Gives back the memory of the state and of automata, until these begin anew."""
+        for array in jax.tree.leaves((self.state, self.automata)):
+            array.delete()
+        self.automata = self.state = self._last = None
+
     def begin_automata(self, vocabulary: Vocabulary, blocks: int, rows: int) -> None:
         """Makes an empty pool of automata."""
         thought = vocabulary.opening, vocabulary.closing
@@ -160,9 +166,8 @@ class Programs:
 
     def close(self) -> None:
         """Gives up the weights, the state and all programs, which stay in the count of those that were compiled."""
-        for array in jax.tree.leaves((self.state, self.automata)):
-            array.delete()
-        self.automata = self.state = self._last = self._layout = self.target = self._drafter = None
+        self.give_back()
+        self._layout = self.target = self._drafter = None
         self.compiled = dict.fromkeys(self.compiled, refuse)
 
     def compile(self, programs: Iterable[Program]) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Runner:
         """Computes with these weights from now on. They are like those before in shapes and shardings. What those have computed serves no
         prompt any more; sequences that are under way go on over it. None gives the weights up, until there are others."""
         self.programs.target = target
-        self.held.end(list(self.held.kept))
+        self.forget()
         self.drafting.begin_anew()
 
     @property
@@ -318,6 +318,17 @@ class Runner:
             if request.keep == len(request.prompt) and complete and request.slot >= 0 and request.computed == request.length - 1:
                 self.held.keep(request.slot, request.key, writer=request.writer)
         self.held.take_from(requests)
+
+    def forget(self) -> None:
+        """Gives up what is kept for prompts to come."""
+        self.held.end(list(self.held.kept))
+
+    def sleep(self) -> None:
+        """Gives the state's memory back until the next call. There must be no running requests."""
+        self.programs.wait()
+        self.held.clear()
+        self.pool.clear()
+        self.programs.give_back()
 
     def close(self) -> None:
         """Gives up the weights, the state and all programs. What was counted stays."""

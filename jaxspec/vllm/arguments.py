@@ -62,7 +62,7 @@ TUNING = frozenset(
     disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats disable_mm_preprocessor_cache
     distributed_executor_backend enable_chunked_prefill enable_dbo enable_eplb enable_expert_parallel enable_layerwise_nvtx_tracing
     enable_log_requests enable_logging_iteration_details enable_mfu_metrics enable_mm_embeds enable_mm_processor_stats
-    enable_sleep_mode enforce_eager eplb_config expert_placement_strategy fully_sharded_loras gpu_id guided_decoding_backend
+    enforce_eager eplb_config expert_placement_strategy fully_sharded_loras gpu_id guided_decoding_backend
     ignore_patterns interleave_mm_strings kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample kv_offloading_backend
     language_model_only load_format logits_processor_pattern long_prefill_token_threshold lora_dtype
     mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype max_cpu_loras max_cudagraph_capture_size max_logprobs

@@ -36,10 +36,7 @@ MISSING = {
     **dict.fromkeys(("embed", "encode", "classify", "reward", "score"), _POOLING),
     **dict.fromkeys(("apply_model", "collective_rpc", "llm_engine", "start_profile", "stop_profile"), _PROCESS),
     "beam_search": "beam search is not available",
-    "sleep": "`llm.jaxspec.close()` gives the memory back for good",
-    "wake_up": "`llm.jaxspec.close()` gives the memory back for good",
     **dict.fromkeys(("enqueue", "wait_for_completion"), "generate returns all results; `llm.jaxspec.as_completed` each when it is there"),
-    "reset_prefix_cache": "what was computed is kept until its memory is needed",
 }
 # Arguments of generate and chat that are refused unless they are None or empty, and why.
 CALLS_REFUSED = {
@@ -73,7 +70,7 @@ class LLM:
     place of the checkpoint's. limit_mm_per_prompt, mm_processor_kwargs: prompts may have images and sounds, any number of them, if the
     former allows some, as {"image": 1, "audio": 1} does; the latter may have "max_soft_tokens". enable_lora: calls may have a lora_request.
     Where it is another than the last one, its adapter is merged into the model's weights, which are read again. enable_prefix_caching:
-    prompts that begin alike are computed once whatever it says.
+    prompts that begin alike are computed once whatever it says. enable_sleep_mode: `sleep` works whatever it says.
 
     others: more arguments of vLLM. Those that only tune it are accepted, and a warning names them. Raises ValueError, with the reason,
     for one that cannot be served; TypeError, with the nearest name, for one that vLLM has not; and what `load` raises.
@@ -106,6 +103,7 @@ class LLM:
         limit_mm_per_prompt: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         enable_lora: bool | None = False,
+        enable_sleep_mode: bool | None = False,
         **others: Any,
     ):
         tuning = arguments.sorted_out(others, inspect.signature(LLM).parameters)
@@ -231,6 +229,26 @@ class LLM:
 
         with arguments.in_their_names():
             return self._results(self._adapters.served(wanted, serve), params, wanted)
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the devices' memory back, see `jaxspec.LLM.sleep`: that of the cache, and that of the weights, which level 1 moves to the
+        host and level 2 drops."""
+        if not among(level, (1, 2)):
+            raise ValueError(f"level is {level!r}; available: 1, 2")
+        self.jaxspec.sleep(weights="host" if level == 1 else "drop")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Puts weights that `sleep` moved to the host back. tags: of "weights" and "kv_cache", None for both; the cache is there again with
+        the next call whatever they say."""
+        if unknown_tags := [tag for tag in tags or () if not among(tag, ("weights", "kv_cache"))]:
+            raise ValueError(f"tags have {unknown_tags[0]!r}; available: 'weights', 'kv_cache'")
+        if tags is None or "weights" in tags:
+            self.jaxspec.wake_up()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what was computed of prompts. Returns True."""
+        self.jaxspec.reset_prefix_cache()
+        return True
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it."""

@@ -316,3 +316,71 @@ def test_a_closed_llm_takes_none(folders):
     llm.close()
     with pytest.raises(RuntimeError, match="is closed"):
         llm.update_weights(folders[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"data": 2}, {"tensor": 2}])
+def test_an_llm_sleeps_and_goes_on(settings, folders, other, expected):
+    mesh = jaxspec.mesh(**settings) if settings else None
+    with jaxspec.load(*folders, mesh=mesh, **SIZES) as llm:
+        assert texts(llm) == expected[0]
+        state = [leaf for runner in llm._shards.runners for leaf in jax.tree.leaves(runner.programs.state)]
+        llm.sleep()
+        assert all(leaf.is_deleted() for leaf in state)
+        assert texts(llm) == expected[0]
+        before = llm.target
+        llm.sleep("host")
+        assert repr(llm) == f"LLM({str(folders[0])!r}, asleep)" and llm._repr_html_() is None
+        for call in (lambda: texts(llm), llm.warmup, lambda: next(llm.stream("a")), lambda: llm.target):
+            with pytest.raises(RuntimeError, match=r"sleeps, and has no weights; call wake_up\(\) or update_weights"):
+                call()
+        assert llm.stats.tokens
+        llm.sleep("host"), llm.wake_up(), llm.wake_up()
+        same(llm.target, before)
+        assert texts(llm) == expected[0]
+        llm.sleep("drop")
+        with pytest.raises(RuntimeError, match="the target's weights were dropped; update_weights takes others"):
+            llm.wake_up()
+        llm.update_weights(other)
+        assert texts(llm) == expected[1]
+
+
+def test_it_does_not_sleep_while_texts_are_under_way(pair, expected):
+    stream = pair.stream(PROMPTS[0], PARAMS[0])
+    next(stream)
+    with pytest.raises(RuntimeError, match="texts are under way"):
+        pair.sleep()
+    stream.close()
+    pair.sleep()
+    with pytest.raises(ValueError, match="weights is 'gone'; available: 'keep', 'host', 'drop'"):
+        pair.sleep("gone")
+    assert texts(pair) == expected[0]
+
+
+def test_a_drafter_that_learns_sleeps_too(folders, other, expected):
+    learn = Learn(share=0.9, batch=2, length=32, anchors=4, rate=1e-2, every=1, patience=1000)
+    with jaxspec.load(*folders, learn=learn, **SIZES) as llm:
+        while llm.learning.stats.updates < 2:
+            assert texts(llm) == expected[0]
+        llm.sleep("host")
+        llm.wake_up()
+        before = llm.learning.stats.updates
+        while llm.learning.stats.updates < before + 2:
+            assert texts(llm) == expected[0]
+
+
+def test_structures_are_there_again(pair):
+    params = SamplingParams(max_tokens=8, temperature=0, structured_outputs={"choice": ["yes", "no"]})
+    before = pair.generate("Is it? ", params)[0].text
+    pair.sleep()
+    assert pair.generate("Is it? ", params)[0].text == before and before in ("yes", "no")
+
+
+def test_what_was_kept_is_forgotten(pair, expected):
+    prompt, params = PROMPTS[0] * 4, SamplingParams(max_tokens=2, temperature=0)
+
+    def cached(*ends):
+        return [made.num_cached_tokens for made in pair.generate([[*prompt, end] for end in ends], params)]
+
+    assert cached(5, 6)[1] and cached(7)[0]
+    pair.reset_prefix_cache()
+    assert not cached(8)[0]
