@@ -597,7 +597,7 @@ def test_a_sample_without_a_first_token_has_no_latency():
     assert request_output("0", samples, list(seconds)).metrics.first_token_latency == 1.0
 
 
-@pytest.mark.parametrize("name", ["enable_sleep_mode", "guided_decoding_backend", "max_lora_rank", "model_impl", "worker_extension_cls"])
+@pytest.mark.parametrize("name", ["swap_space", "guided_decoding_backend", "max_lora_rank", "model_impl", "worker_extension_cls"])
 def test_more_of_what_vllm_has_is_known(asked, name):
     with pytest.warns(UserWarning, match=f"without effect here: {name}$"):
         asked("pocket", **{name: 1})
