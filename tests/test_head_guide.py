@@ -132,7 +132,7 @@ def test_guides_lie_where_their_tables_do(axes, models, interpreted):
 def test_learnt_weights_come_with_guides_of_their_own(models):
     """Those on trial have the same shapes as those in use, so that programs serve both."""
     llm = jaxspec.load(*models, head_guide=True, **SETTINGS)
-    _, origin, placement = llm._whole
+    origin, placement = llm._whole.origin, llm._whole.placement
     found = placement.spread(jax.tree.map(lambda x: x * 2, origin.weights))
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, llm.drafter)
     embedding = found.model.embed_tokens

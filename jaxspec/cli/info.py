@@ -14,7 +14,7 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> None:
     """Adds the command. hub: the options that say how models are fetched."""
     text = "Prints what a checkpoint contains and how much memory it needs; without one, which of the released models fit a device."
     info = commands.add_parser("info", parents=[hub], help="describe a checkpoint, or what fits a GPU", description=text)
-    text = "hub id, folder or bundled name; e2b, e4b, 12b, 26b, 31b or step3p5 for a released shape; or a GPU's name (default: none)"
+    text = "hub id, folder or bundled name; e2b, e4b, 12b, 26b or 31b for a released shape; or a GPU's name (default: none)"
     info.add_argument("target", metavar="MODEL", nargs="?", help=text)
     info.add_argument("--drafter", help="also say whether this drafter fits: a checkpoint, or a kind such as mtp for a released shape")
     info.add_argument("--adapter", help="also say whether this LoRA adapter fits")
