@@ -260,7 +260,8 @@ def taken_out(messages: Any, kinds: Sequence[str]) -> tuple[Any, dict[str, list[
             return part
         found = next((part[field] for field in fields if part.get(field) is not None), None)
         if isinstance(found, Mapping) and "data" in found:  # OpenAI's {"data": ..., "format": ...}
-            found = f"data:audio/{found.get('format')};base64,{found['data']}"
+            scheme = "" if str(found["data"]).startswith("data:") else f"data:audio/{found.get('format')};base64,"
+            found = f"{scheme}{found['data']}"
         elif isinstance(found, Mapping) and not found.keys() & {"array", "bytes", "path"}:  # {"url": ...}, maybe with "detail"
             found = found.get("url")
         elif found is not None and found is part.get("base64"):

@@ -142,6 +142,7 @@ def test_a_conversation_with_sounds_in_every_form(tmp_path):
         {"type": "audio", "base64": data},
         {"type": "audio_url", "audio_url": {"url": path.as_uri()}},
         {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": f"data:audio/wav;base64,{data}"}},
     ]
     answers = []
     for form in forms:
