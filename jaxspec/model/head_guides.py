@@ -6,6 +6,8 @@ is its head has a method `with_head_guide`; others have no guides.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,8 +52,13 @@ def guide_for(table: Any) -> Guide | None:
             return shapes
         lies = NamedSharding(sharding.mesh, PartitionSpec(axis))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies), shapes)
-    made: Any = guide_of
-    if axis is not None:
-        on_mesh = {"mesh": sharding.mesh, "in_specs": sharding.spec, "out_specs": PartitionSpec(axis)}
-        made = jax.shard_map(guide_of, **on_mesh, check_vma=False)
-    return compiled(jax.jit(made), table)(table)
+    return compiled(_made(None if axis is None else sharding), table)(table)
+
+
+@functools.cache
+def _made(sharding: NamedSharding | None) -> Callable[[jax.Array], Guide]:
+    """What makes a guide, of a table whose rows lie over an axis of a mesh as `sharding` says."""
+    if sharding is None:
+        return jax.jit(guide_of)
+    on_mesh = {"mesh": sharding.mesh, "in_specs": sharding.spec, "out_specs": PartitionSpec(sharding.spec[0])}
+    return jax.jit(jax.shard_map(guide_of, **on_mesh, check_vma=False))

@@ -60,7 +60,11 @@ class Layout:
 
     def empty(self) -> DecodeState:
         """The empty state of all data shards, on their devices."""
-        return compiled(jax.jit(self._joined(), out_shardings=self.shardings))()
+        return compiled(self._made)()
+
+    @functools.cached_property
+    def _made(self) -> Callable[[], DecodeState]:
+        return jax.jit(self._joined(), out_shardings=self.shardings)
 
     @property
     def shapes(self) -> DecodeState:
