@@ -84,7 +84,9 @@ class Programs:
         self.compiled: dict[Program, Callable[..., Any]] = {}
         self.automata: Any = None  # those of structured texts; None until there are any
         self._times, self._whole = times, placement.sharding(WHOLE)
-        self._layout: Any = placement.layout(drafter, functools.partial(init_state, target, drafter, slots=slots, **settings.state_sizes))
+        # By shapes alone, since it outlives weights that others take the place of.
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (target, drafter))
+        self._layout: Any = placement.layout(drafter, functools.partial(init_state, *shapes, slots=slots, **settings.state_sizes))
         self._last: Any = None  # what the newest call returns
         self.begin()
         self.devices = placement.devices if placement.size > 1 else tuple(self._leaves[0].devices())

@@ -1,7 +1,9 @@
 """An LLM that goes on with other weights gives what an LLM gives that was loaded with them."""
 
+import gc
 import json
 import shutil
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -316,6 +318,18 @@ def test_a_closed_llm_takes_none(folders):
     llm.close()
     with pytest.raises(RuntimeError, match="is closed"):
         llm.update_weights(folders[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"data": 2}])
+def test_old_weights_are_given_back(settings, folders, other):
+    """Nothing holds them, but for what was seen of them."""
+    with jaxspec.load(*folders, mesh=jaxspec.mesh(**settings) if settings else None, **SIZES) as llm:
+        for change in (lambda: llm.update_weights(other), lambda: llm.sleep("drop")):
+            texts(llm)
+            old = [weakref.ref(leaf) for leaf in jax.tree.leaves(llm.target)]
+            change()
+            gc.collect()
+            assert not any(leaf() is not None for leaf in old)
 
 
 @pytest.mark.parametrize("settings", [{}, {"data": 2}, {"tensor": 2}])
