@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.checkpoint.safetensors import NUMPY_DTYPES, Stored, without_wrappers
 from jaxspec.checks import type_name
@@ -51,13 +52,30 @@ class _Given(Stored):
 
 def stored_of(tensors: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors, unread, by the names that a file would have them under: without those of wrappers, as `safetensors.read_folder` gives
-    them. Raises TypeError for what is no array of numbers that a checkpoint may hold."""
+    them. Raises TypeError for what is no array of numbers that a checkpoint may hold, ValueError for one without its numbers."""
     found = dict[str, Stored]()
     for name, value in tensors.items():
         shape, dtype = getattr(value, "shape", None), str(getattr(value, "dtype", None)).removeprefix("torch.")
         if not isinstance(name, str) or shape is None or dtype not in NAMES:
             what = f"an array of {dtype}" if shape is not None else f"of type {type_name(value)}"
             raise TypeError(f"the tensor {name!r} is {what}; expected arrays of {', '.join(NAMES)} by name")
+        if not _has_numbers(value):
+            raise ValueError(f"the tensor {name!r} has no numbers: it is on torch's meta device, a ShapeDtypeStruct, donated or deleted")
         kind = NAMES[dtype]
-        found[name] = _Given(GIVEN, kind, tuple(shape), 0, math.prod(shape) * NUMPY_DTYPES[kind].itemsize, value)
+        found[name] = _Given(GIVEN, kind, tuple(shape), 0, math.prod(shape) * NUMPY_DTYPES[kind].itemsize, _spread_by_xla(value))
     return without_wrappers(found)
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, jax.Array):
+        return not value.is_deleted()
+    return not isinstance(value, jax.ShapeDtypeStruct) and not getattr(value, "is_meta", False)
+
+
+def _spread_by_xla(value: Any) -> Any:
+    """An array of JAX on a mesh with axes of type Explicit, with which operations would have to say where their results lie, as one on a
+    mesh without. Nothing is copied."""
+    if not isinstance(value, jax.Array) or not isinstance(value.sharding, NamedSharding):
+        return value
+    mesh: Any = value.sharding.mesh
+    return jax.device_put(value, NamedSharding(Mesh(mesh.devices, mesh.axis_names), value.sharding.spec))

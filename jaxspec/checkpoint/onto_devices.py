@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.checkpoint.jobs import Job
 from jaxspec.checkpoint.layout import Part
@@ -51,7 +52,7 @@ def _from_devices(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Calla
     """A leaf of float tensors that lie on devices. If it is one of them as it is, and lies where the leaf is to, nothing is copied."""
     out: Any = None
     for part, tensor in parts:
-        value = tensor.on_devices
+        value = _beside(leaf, tensor.on_devices) if part.index else tensor.on_devices
         value = value.astype(jnp.float32) + part.plus if part.plus else value
         if part.index:
             out = jnp.zeros(leaf.shape, leaf.dtype) if out is None else out
@@ -61,6 +62,15 @@ def _from_devices(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Calla
             out = value.reshape(leaf.shape).astype(leaf.dtype)
         update(tensor.nbytes)
     return jax.block_until_ready(jax.device_put(out, leaf.sharding or jax.devices()[0]))
+
+
+def _beside(leaf: Any, value: jax.Array) -> jax.Array:
+    """A tensor on the devices that a leaf is to lie on, so that it can be put together with others."""
+    if leaf.sharding is None:
+        return jax.device_put(value, jax.devices()[0])
+    return (
+        value if value.devices() == leaf.sharding.device_set else jax.device_put(value, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+    )
 
 
 def _read(leaf: Any, part: Part, tensor: Stored, into: np.ndarray | None = None) -> np.ndarray:

@@ -122,9 +122,15 @@ class Reader:
         tree, like = bare(given), bare(like)
         if jax.tree.structure(tree) != jax.tree.structure(like):
             quantised = "; of weights that `load` has quantised, float tensors by their names" if any(self.asked.values()) else ""
-            raise ValueError(f"the new {what} is {given!r}, and the LLM's is {like!r}; expected {EXPECTED}{quantised}")
+            raise ValueError(f"the new {what} is {given!r:.200}, and the LLM's is {like!r}; expected {EXPECTED}{quantised}")
         wanted, problems = leaves_by_path(like), list[str]()
         for where, leaf in leaves_by_path(tree).items():
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                problems.append(f"{where}: found {type_name(leaf)}, expected an array of JAX or NumPy")
+                continue
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                problems.append(f"{where}: found an array that was donated or deleted")
+                continue
             floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (leaf, wanted[where]))
             if leaf.shape != wanted[where].shape or not (floats or leaf.dtype == wanted[where].dtype):
                 problems.append(

@@ -139,7 +139,13 @@ class OneDevice(Placement):
         return tree
 
     def put(self, tree: Any) -> Any:
-        return jax.tree.map(jnp.asarray, tree)
+        (here,) = jnp.zeros(()).devices()
+
+        def placed(x: Any) -> jax.Array:
+            array = jnp.asarray(x)
+            return array if array.devices() == {here} else jax.device_put(array, here)
+
+        return jax.tree.map(placed, tree)
 
     def spread(self, tree: Any) -> Any:
         return guided(tree) if self.head_guides else tree
