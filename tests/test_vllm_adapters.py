@@ -122,3 +122,19 @@ def test_it_sleeps_by_levels(llm, expected):
         llm.sleep(level=3)
     with pytest.raises(ValueError, match="tags have 'cache'; available: 'weights', 'kv_cache'"):
         llm.wake_up(tags=["cache"])
+
+
+def test_an_interrupt_leaves_no_adapter_unnoticed(llm, adapters, expected, monkeypatch):
+    """The weights have the adapter by then, though the call does not know it."""
+    assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected[None]
+    update = jaxspec.LLM.update_weights
+
+    def interrupted(*args, **more):
+        update(*args, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jaxspec.LLM, "update_weights", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, lora_request=adapters[0], use_tqdm=False)
+    monkeypatch.undo()
+    assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected[None]

@@ -14,6 +14,7 @@ from jaxspec.engine.llm import LLM
 from jaxspec.vllm.lora.request import LoRARequest
 
 Adapter = LoRARequest | None
+UNKNOWN = ""  # in place of the path of an adapter
 
 
 class Adapters:
@@ -23,7 +24,7 @@ class Adapters:
 
     def __init__(self, llm: LLM, model: str, enabled: bool):
         self._llm, self._model, self._enabled = llm, model, enabled
-        self._merged: str | None = None  # the path of the one that the weights have
+        self._merged: str | None = None  # the path of the one that the weights have, or UNKNOWN
         self._lock = threading.Lock()
 
     def of_call(self, call: str, given: Any, count: int) -> list[Adapter]:
@@ -60,8 +61,13 @@ class Adapters:
     def _merge(self, path: str | None) -> None:
         if path == self._merged:
             return
-        if path is None:
-            self._llm.update_weights(self._model)
-        else:
-            self._llm.update_weights(adapter=path)
+        before, self._merged = self._merged, UNKNOWN  # which an interrupt leaves
+        try:
+            if path is None:
+                self._llm.update_weights(self._model)
+            else:
+                self._llm.update_weights(adapter=path)
+        except Exception:  # which leaves the weights as they were
+            self._merged = before
+            raise
         self._merged = path
