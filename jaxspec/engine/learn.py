@@ -119,8 +119,9 @@ class Learning:
         )
 
     def follow(self, target: Any) -> None:
-        """Learns from other weights of the target from now on, which are like those before."""
-        self._learner.target = target
+        """Learns from other weights of the target from now on, which are like those before; None while there are none."""
+        if self._learner.masters is not None:  # else it is closed, and would hold them for nothing
+            self._learner.target = target
 
     def compile(self) -> None:
         """Compiles what learning runs, if that is not done yet."""

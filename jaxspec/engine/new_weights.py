@@ -22,6 +22,7 @@ from jaxspec.checks import path, type_name
 from jaxspec.engine.learn import Learning, Origin
 from jaxspec.engine.memory import memory_limit, memory_used
 from jaxspec.engine.runner import Runner
+from jaxspec.interrupts import undisturbed
 from jaxspec.media.tower import Media
 from jaxspec.model.target import TargetConfig
 from jaxspec.sharding.kv_heads import unspread
@@ -181,18 +182,21 @@ class Weights:
     ) -> str:
         """Reads these and computes with them from now on. Returns the target's name. name: that of before. learning: the LLM's last.
         close: closes the LLM, where a target was given up and there is no other. No shard is stepping. Raises what reading raises."""
+        origin = None
         if drafter is not None:
             if learning is not None and learning.going:
                 raise RuntimeError("the drafter learns, so that it takes no other weights; close its `learning` first")
-            weights = drafter.read()
-            config = None if drafter.folder is None else self.origin.config
-            self.origin = Origin(weights, drafter.folder, config)
-            for ((_, its), _), runner in zip(self.placement.split(((), self.placement.spread(weights))), runners, strict=True):
-                runner.drafting.use(its)
-            if learning is not None:
-                learning.origin = self.origin
-        if new is None:
-            return name
+            config = None if drafter.folder is None or self._reader is None else self._reader.config
+            origin = Origin(drafter.read(), drafter.folder, config)
+        if new is not None:
+            self._read_target(new, name, runners, learning, close)
+            name = new.name or f"{name.removesuffix(UPDATED)}{UPDATED}"
+        if origin is not None:
+            self._use_drafter(origin, runners, learning)
+        return name
+
+    def _read_target(self, new: New, name: str, runners: Sequence[Runner], learning: Learning | None, close: Callable[[], None]) -> None:
+        """Reads a target and computes with it, see `update`."""
         if not (room := self._room()):
             self._use_target(None, runners, learning)
         try:
@@ -204,11 +208,11 @@ class Weights:
             raise
         self._use_target(weights, runners, learning)
         self._on_host = None
-        return new.name or f"{name.removesuffix(UPDATED)}{UPDATED}"
 
     def give_up(self, to_host: bool, runners: Sequence[Runner], learning: Learning | None) -> None:
         """Gives the memory of the target's weights back. to_host: whether the host keeps them for `take_back`."""
         if self.target is None:
+            self._on_host = self._on_host if to_host else None
             return
         leaves, form = jax.tree.flatten(self.target)
         self._on_host = ([np.asarray(leaf) for leaf in leaves], [leaf.sharding for leaf in leaves], form) if to_host else None
@@ -231,12 +235,28 @@ class Weights:
         return limit is None or memory_used(device) + bytes_per_device(self.target) <= limit
 
     def _use_target(self, weights: Any, runners: Sequence[Runner], learning: Learning | None) -> None:
-        self.target = weights
-        if learning is not None:
-            learning.follow(weights)
         parts = [(None, None)] * len(runners) if weights is None else [part for part, _ in self.placement.split((weights, ()))]
-        for (its, _), runner in zip(parts, runners, strict=True):
-            runner.use_target(its)
+
+        def use() -> None:
+            self.target = weights
+            if learning is not None:
+                learning.follow(weights)
+            for (its, _), runner in zip(parts, runners, strict=True):
+                runner.use_target(its)
+
+        undisturbed(use, to_end=True)  # no shard is left with others than the rest, nor with what was kept of those before
+
+    def _use_drafter(self, origin: Origin, runners: Sequence[Runner], learning: Learning | None) -> None:
+        parts = self.placement.split(((), self.placement.spread(origin.weights)))
+
+        def use() -> None:
+            self.origin = origin
+            for ((_, its), _), runner in zip(parts, runners, strict=True):
+                runner.drafting.use(its)
+            if learning is not None:
+                learning.origin = origin
+
+        undisturbed(use, to_end=True)
 
 
 def bare(tree: Any) -> Any:

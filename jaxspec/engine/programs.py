@@ -110,7 +110,7 @@ class Programs:
 
     @target.setter
     def target(self, target: TargetModel | None) -> None:
-        self._weights = [] if target is None else self._models.flatten_up_to((target, self._drafter))
+        self._weights = self._flat(target, self._drafter)
         self._target = target
 
     @property
@@ -122,8 +122,11 @@ class Programs:
     def drafter(self, drafter: Drafter) -> None:
         if drafter is self._drafter:
             return
-        self._weights = self._models.flatten_up_to((self.target, drafter))
+        self._weights = self._flat(self._target, drafter)
         self._drafter = drafter
+
+    def _flat(self, target: Any, drafter: Any) -> list[Any]:
+        return [] if target is None else self._models.flatten_up_to((target, drafter))
 
     @property
     def state(self) -> Any:
@@ -148,9 +151,10 @@ class Programs:
 
     def give_back(self) -> None:
         """Gives back the memory of the state and of automata, until these begin anew."""
-        for array in jax.tree.leaves((self.state, self.automata)):
+        arrays = jax.tree.leaves((self.state, self.automata))
+        self.automata = self.state = self._last = None  # first, so that no interrupt leaves a state without some of its arrays
+        for array in arrays:
             array.delete()
-        self.automata = self.state = self._last = None
 
     def begin_automata(self, vocabulary: Vocabulary, blocks: int, rows: int) -> None:
         """Makes an empty pool of automata."""
