@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec.vllm import LLM, LoRARequest, SamplingParams
@@ -92,6 +92,9 @@ def test_what_is_no_adapter_is_refused(llm, folders, adapters, expected, tmp_pat
         llm.generate(PROMPTS, GREEDY, lora_request="sql")
     with pytest.raises(ValueError, match="lora_request has 2 entries for 5 prompts"):
         llm.generate(PROMPTS, GREEDY, lora_request=[None, None])
+    for count in (3, 6):
+        with pytest.raises(ValueError, match=f"found {count} params for 5 prompts"):
+            llm.generate(PROMPTS, [GREEDY] * count, lora_request=[adapters[0], *[None] * 4])
     with pytest.raises(FileNotFoundError):
         llm.generate(PROMPTS, GREEDY, lora_request=LoRARequest("none", 1, str(tmp_path / "none")), use_tqdm=False)
     assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected[None]
@@ -137,4 +140,18 @@ def test_an_interrupt_leaves_no_adapter_unnoticed(llm, adapters, expected, monke
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY, lora_request=adapters[0], use_tqdm=False)
     monkeypatch.undo()
+    assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected[None]
+
+
+def test_weights_that_are_given_in_between_have_no_adapter(llm, folders, adapters, expected):
+    """So they serve prompts without one, and the adapter of before is merged again where it is asked for."""
+    assert ids(llm.generate(PROMPTS, GREEDY, lora_request=adapters[0], use_tqdm=False)) == expected[adapters[0]]
+    given = {key: 1.5 * x for key, x in load_file(folders[0] / "model.safetensors").items()}
+    llm.jaxspec.update_weights(given)
+    wanted = [made.token_ids for made in llm.jaxspec.generate([prompt["prompt_token_ids"] for prompt in PROMPTS], GREEDY.served())]
+    assert wanted not in expected.values()
+    assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
+    assert ids(llm.generate(PROMPTS, GREEDY, lora_request=adapters[0], use_tqdm=False)) == expected[adapters[0]]
+    llm.jaxspec.update_weights(folders[0])
+    assert ids(llm.generate(PROMPTS, GREEDY, lora_request=adapters[0], use_tqdm=False)) == expected[adapters[0]]
     assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected[None]

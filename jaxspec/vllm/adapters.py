@@ -18,13 +18,15 @@ UNKNOWN = ""  # in place of the path of an adapter
 
 
 class Adapters:
-    """The adapters of an LLM's calls, of which its weights have one, or none, at a time. Calls take turns.
+    """The adapters of an LLM's calls, of which its weights have one, or none, at a time. Calls take turns. Weights that the LLM is given
+    in between serve prompts without an adapter; adapters are merged into those of the model.
 
     model: what the LLM was loaded from. enabled: whether calls may ask for adapters."""
 
     def __init__(self, llm: LLM, model: str, enabled: bool):
         self._llm, self._model, self._enabled = llm, model, enabled
         self._merged: str | None = None  # the path of the one that the weights have, or UNKNOWN
+        self._name: str | None = None  # the LLM's name since
         self._lock = threading.Lock()
 
     def of_call(self, call: str, given: Any, count: int) -> list[Adapter]:
@@ -59,6 +61,8 @@ class Adapters:
         return sorted(found, key=lambda made: made.prompt_index)  # which leaves samples of a prompt in their order
 
     def _merge(self, path: str | None) -> None:
+        if self._merged and self._llm.name != self._name:  # it was given other weights
+            self._merged = None
         if path == self._merged:
             return
         before, self._merged = self._merged, UNKNOWN  # which an interrupt leaves
@@ -70,4 +74,4 @@ class Adapters:
         except Exception:  # which leaves the weights as they were
             self._merged = before
             raise
-        self._merged = path
+        self._merged, self._name = path, self._llm.name

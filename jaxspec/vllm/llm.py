@@ -175,7 +175,7 @@ class LLM:
         if prompts is None:
             raise TypeError("generate has no prompts; expected a text, token ids, or several of these")
         listed = prompts_of(prompts)
-        params, wanted = self._params(sampling_params), self._adapters.of_call("generate", lora_request, len(listed))
+        params, wanted = self._params(sampling_params, len(listed)), self._adapters.of_call("generate", lora_request, len(listed))
 
         def serve(some: Sequence[int] | None) -> list[Completion]:
             return self.jaxspec.generate(_picked(listed, some), self._served(_picked(params, some)), use_tqdm=use_tqdm)
@@ -210,7 +210,7 @@ class LLM:
         several = are_several(messages)
         conversations = [_in_format(each, chat_template_content_format) for each in (messages if several else [messages])]
         wanted = self._adapters.of_call("chat", lora_request, len(conversations))
-        params = self._params(sampling_params)
+        params = self._params(sampling_params, len(conversations))
         thinks = isinstance(chat_template_kwargs, Mapping) and chat_template_kwargs.get("enable_thinking")
         if (tools or thinks) and self._marks_with_special_tokens():
             params = _with_special_tokens(params)
@@ -262,13 +262,15 @@ class LLM:
         """Totals since the model was loaded, under vLLM's names."""
         return counters(self.jaxspec.stats, self.jaxspec.settings.most_accepted)
 
-    def _params(self, given: Any) -> SamplingParams | list[SamplingParams]:
-        """One for all prompts, or a list of one for each. Raises TypeError for what is neither."""
+    def _params(self, given: Any, count: int) -> SamplingParams | list[SamplingParams]:
+        """One for all prompts, or a list of one for each of `count`. Raises TypeError for what is neither, ValueError for fewer or more."""
         chosen = self._defaults if given is None else given
         several = isinstance(chosen, list | tuple)
         for params in chosen if several else [chosen]:
             if not isinstance(params, SamplingParams):
                 raise TypeError(f"sampling_params is of type {type_name(params)}, expected jaxspec.vllm.SamplingParams")
+        if several and len(chosen) != count:
+            raise ValueError(f"found {len(chosen)} params for {count} prompts; expected one for each, or one for all")
         return list(chosen) if several else chosen
 
     def _served(self, params: SamplingParams | list[SamplingParams]) -> Any:
