@@ -119,8 +119,11 @@ class Reader:
         return changes
 
     def _placed(self, what: str, given: Any, like: Any) -> Callable[[], Any]:
-        """A tree, put to where those like it lie."""
-        tree, like = bare(given), bare(like)
+        """A tree, put to where those like it lie: as `Placement.place` lays them out, or as `Placement.spread` does, whose KV heads may be
+        repeated, and which leaves a tree as it is that it has made."""
+        tree, abstract = bare(given), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), bare(like))
+        spread = bare(self.placement.spread(abstract))
+        like = spread if jax.tree.structure(tree) == jax.tree.structure(spread) else abstract
         if jax.tree.structure(tree) != jax.tree.structure(like):
             quantised = "; of weights that `load` has quantised, float tensors by their names" if any(self.asked.values()) else ""
             raise ValueError(f"the new {what} is {given!r:.200}, and the LLM's is {like!r}; expected {EXPECTED}{quantised}")

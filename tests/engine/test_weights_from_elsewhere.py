@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import tiny
 import torch
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
@@ -65,6 +66,23 @@ def test_they_come_to_where_the_llm_computes(place, mesh, llm, folders, tensors)
             assert other.generate([[5, 6, 7]], PARAMS)[0].token_ids == expected
             other.update_weights(folders[0])
             assert other.generate([[5, 6, 7]], PARAMS)[0].token_ids == before
+
+
+@pytest.mark.parametrize("guide", [False, True])
+def test_weights_of_an_llm_whose_kv_heads_are_repeated(guide, tmp_path):
+    """On its mesh a device has a copy of the only KV head. An LLM like it takes them, and so does the same one."""
+    target, drafter = (
+        tiny.tiny_target(tmp_path / "target", hidden_size=128),
+        tiny.tiny_assistant(tmp_path / "drafter", backbone_hidden_size=128),
+    )
+    settings = {"mesh": jaxspec.mesh(tensor=2), "head_guide": guide, **SIZES}
+    with jaxspec.load(target, drafter, **settings) as llm, jaxspec.load(target, drafter, **settings) as like:
+        llm.update_weights({key: 1.5 * x for key, x in load_file(target / "model.safetensors").items()})
+        expected = llm.generate([[5, 6, 7]], PARAMS)[0].token_ids
+        for taker in (llm, like):
+            taker.update_weights(llm.target, llm.drafter)
+            assert jax.tree.structure(taker.target) == jax.tree.structure(llm.target)
+            assert taker.generate([[5, 6, 7]], PARAMS)[0].token_ids == expected
 
 
 def deleted(x):
