@@ -109,11 +109,13 @@ def test_what_is_no_adapter_is_refused(llm, folders, adapters, expected, tmp_pat
         LLM(str(folders[0]), limit_mm_per_prompt={"video": 1}, **SIZES)
 
 
-def test_it_sleeps_by_levels(llm, expected):
+def test_it_sleeps_by_levels(llm, adapters, expected):
     assert llm.reset_prefix_cache()
+    assert ids(llm.generate(PROMPTS, GREEDY, lora_request=adapters[0], use_tqdm=False)) == expected[adapters[0]]
     llm.sleep()
-    with pytest.raises(RuntimeError, match="sleeps"):
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for adapter in (adapters[0], None):  # whether it is merged or not
+        with pytest.raises(RuntimeError, match="sleeps"):
+            llm.generate(PROMPTS, GREEDY, lora_request=adapter, use_tqdm=False)
     llm.wake_up(tags=["weights"]), llm.wake_up(tags=["kv_cache"])
     assert ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected[None]
     llm.sleep(level=2)

@@ -61,6 +61,7 @@ class Adapters:
         return sorted(found, key=lambda made: made.prompt_index)  # which leaves samples of a prompt in their order
 
     def _merge(self, path: str | None) -> None:
+        _ = self._llm.target  # raises while the LLM sleeps, which no call ends
         if self._merged and self._llm.name != self._name:  # it was given other weights
             self._merged = None
         if path == self._merged:

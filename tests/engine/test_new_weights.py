@@ -170,7 +170,7 @@ def test_a_guide_of_the_head_is_made_anew(tmp_path):
         same(llm.target, wanted.target)
 
 
-@pytest.mark.parametrize("settings", [{"tensor": 2}, {"data": 2}])
+@pytest.mark.parametrize("settings", [pytest.param({"tensor": 2}, marks=pytest.mark.slow), {"data": 2}])  # as above, but for texts
 def test_texts_on_a_mesh(settings, folders, other, expected):
     with jaxspec.load(folders[0], mesh=jaxspec.mesh(**settings), **SIZES) as llm:
         llm.update_weights(tree_of(other))
@@ -332,7 +332,7 @@ def test_old_weights_are_given_back(settings, folders, other):
             assert not any(leaf() is not None for leaf in old)
 
 
-@pytest.mark.parametrize("settings", [{}, {"data": 2}, {"tensor": 2}])
+@pytest.mark.parametrize("settings", [{}, {"data": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)])
 def test_an_llm_sleeps_and_goes_on(settings, folders, other, expected):
     mesh = jaxspec.mesh(**settings) if settings else None
     with jaxspec.load(*folders, mesh=mesh, **SIZES) as llm:
@@ -370,6 +370,7 @@ def test_it_does_not_sleep_while_texts_are_under_way(pair, expected):
     assert texts(pair) == expected[0]
 
 
+@pytest.mark.slow  # above, a drafter follows a target that changes
 def test_a_drafter_that_learns_sleeps_too(folders, other, expected):
     learn = Learn(share=0.9, batch=2, length=32, anchors=4, rate=1e-2, every=1, patience=1000)
     with jaxspec.load(*folders, learn=learn, **SIZES) as llm:

@@ -73,6 +73,7 @@ def test_learning_that_is_closed_holds_no_weights(folders):
     llm.close()
 
 
+@pytest.mark.slow  # it loads and compiles a learner twice
 def test_a_drafter_of_a_checkpoint_learns_after_a_tree(folders, tmp_path):
     """Its config is known again, so that learning goes on from what it wrote."""
     with jaxspec.load(*folders, **SIZES) as llm:
