@@ -68,9 +68,9 @@ def _beside(leaf: Any, value: jax.Array) -> jax.Array:
     """A tensor on the devices that a leaf is to lie on, so that it can be put together with others."""
     if leaf.sharding is None:
         return jax.device_put(value, jax.devices()[0])
-    return (
-        value if value.devices() == leaf.sharding.device_set else jax.device_put(value, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
-    )
+    if value.devices() == leaf.sharding.device_set:
+        return value
+    return jax.device_put(value, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
 
 
 def _read(leaf: Any, part: Part, tensor: Stored, into: np.ndarray | None = None) -> np.ndarray:

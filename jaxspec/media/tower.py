@@ -29,7 +29,7 @@ from jaxspec.xla_options import known
 
 AHEAD = 8  # media whose rows are on their way into prompts
 KEPT = 16  # media whose rows are kept, on the device
-# Products by cuBLAS alone. By default XLA also makes kernels of its own for each and times them, which takes 5 to 20 s a program, and its
+# Products by cuBLAS alone. By default XLA also makes kernels of its own for each and times them, which takes 5 to 9 s a program, and its
 # choice was slower.
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
