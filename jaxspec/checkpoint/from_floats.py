@@ -30,6 +30,7 @@ STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
 FLOAT = rf"router|\bg_proj|\.gate$|{UNPACKED.pattern}"
 # A target's head stays float too. A drafter's heads have 8 bits whatever its layers have: the wrong ones of thousands of tokens are near.
 HEAD = re.compile(r"(^|\.)(lm_head|shared_head\.output|markov_w2)$")
+ON_DEVICES = 1 << 26  # weights on devices that are quantised at a time
 _QUANTISING = threading.Lock()  # so that the default device holds the float32 of one chunk
 
 
@@ -55,6 +56,14 @@ class FromFloats:
             floats = stored.rows((count, width), start, start + rows).read()
             codes[start : start + rows], scales[start : start + rows] = quantise(floats, self.scheme)
         return Matrix(codes.reshape(shape), scales.reshape(*shape[:-1], -1))
+
+    def of_array(self, floats: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The codes and scales of a matrix [..., out, in] on devices, as `read` gives them of one in a file. They stay on the devices."""
+        rows = floats.reshape(-1, floats.shape[-1])
+        at_once = max(1, ON_DEVICES // rows.shape[1])
+        parts = [_quantised(rows[start : start + at_once], self.scheme) for start in range(0, len(rows), at_once)]
+        codes, scales = (jnp.concatenate(part) for part in zip(*parts, strict=True))
+        return codes.reshape(floats.shape), scales.reshape(*floats.shape[:-1], -1)
 
 
 def quantisation(name: str, scale_dtype: str) -> Quantisation:

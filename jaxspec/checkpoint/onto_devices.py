@@ -52,19 +52,22 @@ def _from_devices(leaf: Any, parts: Sequence[tuple[Part, Stored]], update: Calla
     """A leaf of float tensors that lie on devices. If it is one of them as it is, and lies where the leaf is to, nothing is copied."""
     out: Any = None
     for part, tensor in parts:
-        value = _beside(leaf, tensor.on_devices) if part.index else tensor.on_devices
+        value = beside(leaf, tensor.on_devices) if part.index else tensor.on_devices
         value = value.astype(jnp.float32) + part.plus if part.plus else value
-        if part.index:
-            out = jnp.zeros(leaf.shape, leaf.dtype) if out is None else out
-            place = np.broadcast_to(np.uint8(0), leaf.shape)[part.index]
-            out = out.at[part.index].set(value.reshape(place.shape).astype(leaf.dtype))
-        else:
-            out = value.reshape(leaf.shape).astype(leaf.dtype)
+        out = filled(out, leaf.shape, part, value.astype(leaf.dtype))
         update(tensor.nbytes)
     return jax.block_until_ready(jax.device_put(out, leaf.sharding or jax.devices()[0]))
 
 
-def _beside(leaf: Any, value: jax.Array) -> jax.Array:
+def filled(whole: jax.Array | None, shape: tuple[int, ...], part: Part, value: jax.Array) -> jax.Array:
+    """An array of this shape with a part's numbers in their place. whole: with those of other parts, None if there are none yet."""
+    if not part.index:
+        return value.reshape(shape)
+    place = np.broadcast_to(np.uint8(0), shape)[part.index]
+    return (jnp.zeros(shape, value.dtype) if whole is None else whole).at[part.index].set(value.reshape(place.shape))
+
+
+def beside(leaf: Any, value: jax.Array) -> jax.Array:
     """A tensor on the devices that a leaf is to lie on, so that it can be put together with others."""
     if leaf.sharding is None:
         return jax.device_put(value, jax.devices()[0])

@@ -283,7 +283,7 @@ class LLM:
         weights: "keep" leaves the target's where they are. "host" moves them to the host's memory until `wake_up`, and "drop" gives them up
         until `update_weights`; calls raise RuntimeError meanwhile. The memory of arrays that somebody else holds stays taken.
 
-        Raises ValueError for other weights, RuntimeError while texts are under way."""
+        Raises ValueError for other weights, RuntimeError while texts are under way, and JaxRuntimeError where the host has no room."""
         if not among(weights, WEIGHTS):
             raise ValueError(f"weights is {weights!r}; available: {', '.join(map(repr, WEIGHTS))}")
         with self._lock():

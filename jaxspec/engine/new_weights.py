@@ -32,6 +32,7 @@ from jaxspec.trees import bytes_per_device, leaves_by_path
 from pallas_kernels.lm_head import Guide
 
 NOT_COMPUTED_WITH = ("dtype", "eos_token_id", "bos_token_id")  # settings of a target that may differ
+ON_HOST = "pinned_host"  # of JAX's names of memories: GPUs copy to it and from it several times as fast as to others of the host
 UPDATED = " with new weights"  # of the name of a target to which some were given
 EXPECTED = "a hub id, a folder, tensors by their names in a checkpoint, or a tree of weights such as llm.target"
 
@@ -158,7 +159,7 @@ class Weights:
     def __init__(self, target: Any, origin: Origin, placement: Placement, reader: Reader | None):
         self.target: Any = target  # None while it is given up; this and the next also once the LLM is closed
         self.origin: Any = origin
-        self._on_host: Any = None  # the target's arrays and their shardings, while the host has them
+        self._on_host: Any = None  # the target and its shardings, while the host has it
         self.placement, self._reader = placement, reader
 
     def close(self) -> None:
@@ -213,12 +214,12 @@ class Weights:
         self._on_host = None
 
     def give_up(self, to_host: bool, runners: Sequence[Runner], learning: Learning | None) -> None:
-        """Gives the memory of the target's weights back. to_host: whether the host keeps them for `take_back`."""
+        """Gives the memory of the target's weights back. to_host: whether the host keeps them for `take_back`. Raises JaxRuntimeError if
+        it has no room, before anything has changed."""
         if self.target is None:
             self._on_host = self._on_host if to_host else None
             return
-        leaves, form = jax.tree.flatten(self.target)
-        self._on_host = ([np.asarray(leaf) for leaf in leaves], [leaf.sharding for leaf in leaves], form) if to_host else None
+        self._on_host = _on_host(self.target) if to_host else None
         self._use_target(None, runners, learning)
 
     def take_back(self, runners: Sequence[Runner], learning: Learning | None) -> None:
@@ -227,8 +228,7 @@ class Weights:
             return
         if self._on_host is None:
             raise RuntimeError("the target's weights were dropped; update_weights takes others")
-        leaves, shardings, form = self._on_host
-        self._use_target(jax.tree.unflatten(form, jax.device_put(leaves, shardings)), runners, learning)
+        self._use_target(jax.device_put(*self._on_host), runners, learning)
         self._on_host = None
 
     def _room(self) -> bool:
@@ -260,6 +260,13 @@ class Weights:
                 learning.origin = origin
 
         undisturbed(use, to_end=True)
+
+
+def _on_host(tree: Any) -> tuple[Any, Any]:
+    """A copy in the host's memory, and where the tree itself lies."""
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    there = jax.tree.map(lambda sharding: sharding.with_memory_kind(ON_HOST), shardings)
+    return jax.block_until_ready(jax.device_put(tree, there)), shardings
 
 
 def bare(tree: Any) -> Any:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec import Learn, SamplingParams
-from jaxspec.checkpoint import given
+from jaxspec.checkpoint import from_floats, given, packing
 from jaxspec.engine import new_weights
 from jaxspec.engine.programs import Programs
 
@@ -147,9 +147,22 @@ def test_what_is_under_way_goes_on(pair, folders, other, expected):
         assert pair.generate(chat, PARAMS[0])[0].token_ids == wanted
 
 
-@pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"quantize": "int4", "quantize_embedding": "int8"}, {"tensor": 2}, {"data": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantize": "fp8"},
+        {"quantize": "int4", "quantize_embedding": "int8"},
+        {"quantize": "int8", "tensor": 2},
+        {"tensor": 2},
+        {"data": 2},
+    ],
+)
 @pytest.mark.parametrize("form", ["folder", "jax"])
-def test_they_are_quantised_and_spread_as_those_before(form, settings, folders, other):
+def test_they_are_quantised_and_spread_as_those_before(form, settings, folders, other, monkeypatch):
+    if form == "jax":
+        monkeypatch.setattr(given._Given, "_on_host", None)  # they stay on the device
+        for module in (from_floats, packing):
+            monkeypatch.setattr(module, "ON_DEVICES", 3000)  # in pieces
     if "data" in settings:
         settings = {"mesh": jaxspec.mesh(data=2)}
     with jaxspec.load(other, **settings, **SIZES) as llm:
