@@ -25,7 +25,7 @@ import numpy as np
 from jaxspec import checkpoint, checks, drafters, targets
 from jaxspec.audio import Sounds
 from jaxspec.checkpoint import fused
-from jaxspec.checkpoint.files import CONVERTED, DRAFTER, INDEX_FILE, PREPROCESSOR, PROCESSOR, lock
+from jaxspec.checkpoint.files import CONVERTED, DRAFTER, INDEX_FILE, PROCESSORS, lock
 from jaxspec.checkpoint.formats.converted import KEY, describe
 from jaxspec.checkpoint.from_floats import config_of
 from jaxspec.checkpoint.hub import Hub
@@ -133,7 +133,7 @@ def _write_tower(
         return
     source = family.home(folder)
     checkpoint.save_weights(destination, read.tower, checkpoint.read_config(source), prefix="model.")
-    for name in (PROCESSOR, PREPROCESSOR):
+    for name in PROCESSORS:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
 

@@ -45,7 +45,7 @@ class Generator:
 
     prompt_column: the column of prompts, texts or lists of token ids. messages_column: the column of conversations, in its place.
     id_column: the column of ids, texts or integers; without one, a row's prompt stands for its id, and equal prompts get equal texts; then
-    images and sounds are given by path or URL.
+    images, sounds and videos are given by path or URL.
     enable_thinking: for the chat template of messages. output_prefix: what the names of new columns begin with.
 
     Several threads may call it. Their rows share the device, so that two calls at a time keep it full while one of them ends. A pickled
@@ -200,7 +200,7 @@ class Generator:
             seed = line.seed if name else derived_seed(self._seed, asked)
         except TypeError as error:
             what = f"the row's {self._key} cannot stand for its id: {error}"
-            raise TypeError(f"{what}; name an id_column, or give images and sounds by path or URL") from error
+            raise TypeError(f"{what}; name an id_column, or give images, sounds and videos by path or URL") from error
         return self._reader.prompt(line), dataclasses.replace(line.params, seed=seed)
 
     def _serve(self) -> None:

@@ -37,7 +37,7 @@ from jaxspec.progress import watched
 from jaxspec.sharding.placement import Placement, placement_of
 from jaxspec.targets import abstract_target, eos_token_ids, load_target, max_len_of, quantisation_of, weights_dtype
 from jaxspec.text import load_tokenizer
-from jaxspec.vision import Images
+from jaxspec.vision import Images, Videos
 from jaxspec.vision.images import check_pillow
 from pallas_kernels import dialect, lm_head
 
@@ -80,6 +80,7 @@ def load(
     local_files_only: bool = False,
     learn: float | Learn | None = None,
     images: bool | int = False,
+    videos: bool | int = False,
     audio: bool = False,
     progress: bool | None = None,
 ) -> LLM:
@@ -174,13 +175,16 @@ def load(
     checkpoint says, 280 as a rule). Then the checkpoint's image tower is read beside the text model, in the same dtype, and prompts of
     `generate` and `chat` may hold images. It needs Pillow.
 
+    videos: whether prompts may have videos, of which the image tower reads some frames: True, or how many of one at most (True takes what
+    the checkpoint says, 32 as a rule). They may have images too then. It needs Pillow and PyAV.
+
     audio: whether prompts may have sounds, for which the checkpoint's audio tower is read in the same way: E2B, E4B and 12B
     hear. It needs soundfile and soxr.
 
     Raises FileNotFoundError, PermissionError (a gated model), ValueError or TypeError that says what was found and what was expected: for a
     checkpoint that is missing, damaged or of another kind, weights that are to be quantised and are already, activations that are to be and
     whose weights are not in fp8, a drafter or an adapter that does not fit, a setting out of range; ImportError for images without
-    Pillow, and for sounds without soundfile and soxr.
+    Pillow, for videos without PyAV, and for sounds without soundfile and soxr.
     An argument that vLLM or transformers has is answered with its name here.
     """
     path("target", target, "a hub id, a folder or a bundled name")
@@ -192,8 +196,9 @@ def load(
     seed, progress = integer("seed", seed, 0, MAX_SEED - 1), watched(progress)
     placement, learning = _placement(mesh, tensor), None if learn is None else learn_of(learn)
     grown = None if tree is None else tree_of(tree)
-    if not isinstance(images, bool):
-        integer("images", images, 1)
+    for name, given in (("images", images), ("videos", videos)):
+        if not isinstance(given, bool):
+            integer(name, given, 1)
     if not isinstance(audio, bool):
         raise TypeError(f"audio is {audio!r}, expected True or False")
 
@@ -225,7 +230,7 @@ def load(
     wanted = None if max_slots is None else -(-max_slots // shards)
     longest = count if grown is None else max(count, grown.depth)
     assert pair.folder is not None
-    towers = _towers(pair.folder, pair.dtype, images, audio)
+    towers, seen = _towers(pair.folder, pair.dtype, images, videos, audio)
     changes = {kind: {} if adapter is None else tower.changes(read_adapter(adapter, hub)) for kind, tower in towers.items()}
     if adapter is not None and not (pair.changes or any(changes.values())):
         left = [f"{own.noun}, load with {name}" for name, own in WITH_TOWERS.items() if own not in map(type, towers.values())]
@@ -271,6 +276,7 @@ def load(
         loaded = drafters.load_drafter(pair.drafter_folder, config, pair.dtype, **settings_of_drafter)
     else:
         loaded = placement.put(pair.drafter)
+    read = {kind: tower.with_weights(folder, changes[kind]) for kind, tower in towers.items()}
     llm = LLM(
         placement.spread(weights),
         placement.spread(loaded),
@@ -281,7 +287,7 @@ def load(
         placement=placement,
         name=os.fspath(target) + (f"@{revision}" if revision else "") + (f" with {os.fspath(adapter)}" if adapter else ""),
         origin=Origin(loaded, pair.drafter_folder, config),
-        towers={kind: tower.with_weights(folder, changes[kind]) for kind, tower in towers.items()},
+        towers=read if seen is None else {**read, "video": seen.with_tower(read["image"].tower)},
         reader=Reader(
             name=os.fspath(target),
             config=config,
@@ -326,16 +332,19 @@ def _placement(mesh: jax.sharding.Mesh | None, tensor: int | None) -> Placement:
     return placement
 
 
-def _towers(folder: Path, dtype: Any, images: bool | int, audio: bool) -> dict[str, Images | Sounds]:
-    """What is to make rows of images and sounds, by kind; of the towers there are shapes alone."""
-    found = dict[str, Images | Sounds]()
-    if images:
+def _towers(
+    folder: Path, dtype: Any, images: bool | int, videos: bool | int, audio: bool
+) -> tuple[dict[str, Images | Sounds], Videos | None]:
+    """What is to make rows of images and sounds, by kind, and of videos, with the tower of images; of the towers there are shapes alone."""
+    found, seen = dict[str, Images | Sounds](), None
+    if images or videos:
         check_pillow()
-        found["image"] = Images.read(folder, dtype, None if images is True else images)
+        found["image"] = tower = Images.read(folder, dtype, None if isinstance(images, bool) else images)
+        seen = Videos.read(folder, tower, None if videos is True else videos) if videos else None
     if audio:
         check_libraries()
         found["audio"] = Sounds.read(folder, dtype)
-    return found
+    return found, seen
 
 
 def _room(fraction: float) -> tuple[int | None, int]:

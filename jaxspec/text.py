@@ -18,6 +18,7 @@ CONTEXT_TOKENS = 8
 MEDIA = {
     "image": ("images", "; to read images, load with images=True"),
     "audio": ("sounds", "; to hear sounds, load with audio=True"),
+    "video": ("videos", "; to see videos, load with videos=True"),
 }
 TOOL_KEYS = ("tool_calls", "tool_responses")  # a message may have one of these instead of content
 # Arguments of transformers' apply_chat_template for the template itself.

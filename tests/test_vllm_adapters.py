@@ -105,8 +105,6 @@ def test_what_is_no_adapter_is_refused(llm, folders, adapters, expected, tmp_pat
     plain = LLM(str(folders[0]), **SIZES)
     with pytest.raises(ValueError, match="is 'adapter 0', but the LLM was not made with enable_lora=True"):
         plain.generate(PROMPTS, GREEDY, lora_request=adapters[0])
-    with pytest.raises(ValueError, match=r"limit_mm_per_prompt\['video'\] asks for videos"):
-        LLM(str(folders[0]), limit_mm_per_prompt={"video": 1}, **SIZES)
 
 
 def test_it_sleeps_by_levels(llm, adapters, expected):

@@ -121,6 +121,9 @@ class Letters:
     def has_text(self, token_id):
         return True
 
+    def encode_word(self, text):
+        return [ord(letter) - 0x4E00 for letter in text]
+
 
 @struct.dataclass
 class Parrot:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import media_oracle
 import numpy as np
+import oracle
+import tiny
 import torch
 
 TEXT = media_oracle.TEXT  # the width of the text models
@@ -55,6 +58,29 @@ def drawn(model: torch.nn.Module, seed: int) -> None:
 def saved(kind: str) -> tuple[Any, Path]:
     """A tiny random target and the folder where transformers saved it. Shared by all tests: do not change either."""
     return media_oracle.saved(config(kind), f"images-{kind}", functools.partial(drawn, seed=len(kind)))
+
+
+IMAGE, OPENING, CLOSING, VIDEO = 5, 6, 7, 8  # tokens of the pocket tokenizer that nothing else uses
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|turn>' }}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ '<unused5>' if p.type == 'image' else '<unused8>' if p.type == 'video' else p.text }}{% endfor %}{% endif %}{{ '<turn|>' }}"
+    "{% endfor %}"
+)
+
+
+@functools.cache
+def in_prompts(kind: str) -> tuple[Any, Path]:
+    """A tiny random target and its folder, with the pocket tokenizer and a chat template that has images and videos."""
+    made = config(kind)
+    text = oracle.text_config("12B" if kind == "unified" else "E4B", vocab_size=tiny.VOCAB, vocab_size_per_layer_input=tiny.VOCAB)
+    kept = made["text_config"].keys()
+    tokens = {"image_token_id": IMAGE, "boi_token_id": OPENING, "eoi_token_id": CLOSING, "video_token_id": VIDEO}
+    made |= {"text_config": {k: v for k, v in text.items() if k in kept}, **tokens}
+    model, folder = media_oracle.saved(made, f"prompts-{kind}", lambda model: oracle.randomise(model, 1))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.POCKET / name, folder / name)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return model, folder
 
 
 @torch.no_grad()

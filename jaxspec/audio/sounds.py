@@ -187,6 +187,15 @@ class Sounds(Media):
         return self.config.audio_token_id
 
     @property
+    def opening(self) -> list[int]:
+        return [self.config.boa_token_id]
+
+    @property
+    def closing(self) -> list[int]:
+        """The tokens after a sound's rows in a prompt."""
+        return [self.config.eoa_token_index]
+
+    @property
     def rooms(self) -> tuple[int, ...]:
         return ROOMS
 
@@ -224,10 +233,6 @@ class Sounds(Media):
     def count(self, sound: Any) -> int:
         """How many rows a sound has. Argument and errors are those of `source`."""
         return -(-self.features.count(self.source(sound).samples) // self.features.frames_a_row)
-
-    def tokens(self, count: int) -> list[int]:
-        """The tokens of a sound of so many rows in a prompt: its beginning, one for each row, its end."""
-        return [self.config.boa_token_id, *[self.config.audio_token_id] * count, self.config.eoa_token_index]
 
     def prepared(self, sound: Any) -> Prepared:
         """Decodes a sound to samples [n] float32, 16,000 a second. Argument and errors are those of `source`, and ValueError for a damaged

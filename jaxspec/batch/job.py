@@ -359,7 +359,8 @@ class BatchJob:
             self._open.callback(self._errors.close)
         name = name if isinstance(name, str | int) else None
         told = reason(error)
-        for ours, option in (("images=True", "--images"), ("audio=True", "--audio")):  # the same on the command line
+        for ours in ("images=True", "videos=True", "audio=True"):
+            option = f"--{ours.partition('=')[0]}"  # the same on the command line
             told = told.replace(ours, f"{ours}, or with {option}")
         plain = {"line": number, "id": name, "error": told}
         write_line(self._errors, openai.refusal(number, name, told) if openai_form else plain)

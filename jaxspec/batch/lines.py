@@ -33,7 +33,7 @@ class Line:
     template: dict[str, Any]  # what the chat template of messages gets beside them
     extra: dict[str, Any]  # columns that go to its results as they are
     url: str | None = None  # the endpoint that a line in OpenAI's form names; None for plain lines
-    prompt: Prompt = ()  # token ids, with the images and sounds of messages that have any; once it is to be served
+    prompt: Prompt = ()  # token ids, with the images, sounds and videos of messages that have any; once it is to be served
     samples: dict[int, Completion] = dataclasses.field(default_factory=dict)  # those that are done, of a line in OpenAI's form
     left: int = 0  # samples that have no result yet
     failed: bool = False  # whether one of its samples raised
@@ -71,7 +71,7 @@ class LineReader:
         return Line(number, name, params, seed, digest_of_request(values), asked, template, extra, url)
 
     def prompt(self, line: Line, asked: Mapping[str, Any] | None = None) -> Prompt:
-        """The prompt of a line. asked: the line's, perhaps with images and sounds that are on their way. Raises ValueError or TypeError if
+        """The prompt of a line. asked: the line's, perhaps with media that are on their way. Raises ValueError or TypeError if
         it cannot be served, and what the chat template raises."""
         asked = line.asked if asked is None else asked
         ids: Any = next(iter(asked.values()))
@@ -90,7 +90,7 @@ def _plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if key in PARAM_NAMES:
             raise ValueError(f"found {key!r}, which belongs into params")
         if key == "multi_modal_data":
-            raise ValueError(f"found {key!r}, which no line has; images and sounds belong into the content of messages")
+            raise ValueError(f"found {key!r}, which no line has; images, sounds and videos belong into the content of messages")
         near = ["params"] if key == "sampling_params" else difflib.get_close_matches(key, ("params", "messages"), 1, 0.8)
         if near:
             raise ValueError(f"found {key!r}; expected {near[0]!r}, or a name less like it for a column that is passed on")

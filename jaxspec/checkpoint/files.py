@@ -15,7 +15,8 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONVERTED = "jaxspec.json"  # marks a folder that `jaxspec convert` wrote
 DRAFTER = "drafter"  # the folder in it of a drafter that was converted with its target
 IMAGES, AUDIO = "images", "audio"  # and those of the target's image and audio towers, in the layout of a release
-PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"  # either may say how images are prepared
+# Any may say how images, sounds or videos are prepared: the first of all of them, the second of images or sounds, the third of videos.
+PROCESSORS = PROCESSOR, PREPROCESSOR, VIDEOS = "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 SUFFIX = ".safetensors"

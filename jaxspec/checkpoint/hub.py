@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODELOPT_CONFIG, PICKLES, PREPROCESSOR, PROCESSOR, refuse_pickle
+from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODELOPT_CONFIG, PICKLES, PROCESSORS, refuse_pickle
 from jaxspec.checkpoint.foreign import refuse_file, refuse_foreign, refuse_listed
 from jaxspec.checks import expanded
 
 # mask_embedding.pt is a pickle: we download it so that loading refuses it, where it would otherwise be missed silently.
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]
-CONFIGS = ["config.json", "generation_config.json", MODELOPT_CONFIG, ADAPTER_CONFIG, PROCESSOR, PREPROCESSOR]
+CONFIGS = ["config.json", "generation_config.json", MODELOPT_CONFIG, ADAPTER_CONFIG, *PROCESSORS]
 ADAPTER = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@]+))?")
 

@@ -1,5 +1,5 @@
 """From a quantised checkpoint's tensors to a `Packed` on devices, or to a small matrix unpacked. The host holds one leaf's codes, a byte a
-weight, and of large leaves never the weights."""
+weight, and of large leaves never the weights. Float arrays of JAX are quantised where they lie."""
 
 from __future__ import annotations
 

@@ -32,6 +32,8 @@ def add_parser(commands: Any, model: argparse.ArgumentParser) -> None:
     batch.add_argument("--memory-fraction", type=float, default=0.9, metavar="F", help="share of JAX's memory to use (default: 0.9)")
     text = "messages may have images, of at most N tokens each (default: what the checkpoint says); it needs Pillow"
     batch.add_argument("--images", type=int, nargs="?", const=True, default=False, metavar="N", help=text)
+    text = "messages may have videos, of at most N frames each (default: what the checkpoint says); it needs Pillow and PyAV"
+    batch.add_argument("--videos", type=int, nargs="?", const=True, default=False, metavar="N", help=text)
     batch.add_argument("--audio", action="store_true", help="messages may have sounds; it needs soundfile and soxr")
     batch.add_argument("--token-ids", action="store_true", help="write token ids too")
     batch.add_argument("--include-prompt", action="store_true", help="write the prompt, or the messages, too")
@@ -58,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
             job = stack.enter_context(BatchJob(args.input, args.output, errors=args.errors, shard=args.shard, together=together))
             learn = None if args.learn is None else job.kept(args.learn)
             sizes = {"max_slots": args.max_slots, "memory_fraction": args.memory_fraction}
-            llm, params = options.load_model(args, **sizes, learn=learn, images=args.images, audio=args.audio)
+            llm, params = options.load_model(args, **sizes, learn=learn, images=args.images, videos=args.videos, audio=args.audio)
             if learn is not None:
                 stack.enter_context(llm)  # which ends learning, and writes the drafter, before the job ends
             shown = {"token_ids": args.token_ids, "include_prompt": args.include_prompt}

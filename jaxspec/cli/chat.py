@@ -16,16 +16,17 @@ def add_parser(commands: Any, model: argparse.ArgumentParser) -> None:
     chat = commands.add_parser("chat", parents=[model], help="talk to the model", description="Answers line by line until end of input.")
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--thinking", action="store_true", help="let the model think first, if its chat template supports it")
-    for kind, more in (("image", "it needs Pillow"), ("audio", "it needs soundfile and soxr")):
+    for kind, more in (("image", "it needs Pillow"), ("video", "it needs Pillow and PyAV"), ("audio", "it needs soundfile and soxr")):
         text = f"a file or URL that the first message is about; may be given several times; {more}"
         chat.add_argument(f"--{kind}", action="append", default=[], metavar="FILE", help=text)
     chat.set_defaults(command=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
-    files = [{"type": kind, "path": path} for kind in ("image", "audio") for path in getattr(args, kind)]
+    files = [{"type": kind, "path": path} for kind in ("image", "video", "audio") for path in getattr(args, kind)]
     with errors.door():
-        llm, params = options.load_model(args, max_slots=1, images=bool(args.image), audio=bool(args.audio))
+        media = {"images": bool(args.image), "videos": bool(args.video), "audio": bool(args.audio)}
+        llm, params = options.load_model(args, max_slots=1, **media)
         if files:
             llm.chat_input([{"role": "user", "content": files}])  # which refuses what cannot be read
     messages = [{"role": "system", "content": args.system}] if args.system else []

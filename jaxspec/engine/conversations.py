@@ -1,4 +1,4 @@
-"""Conversations as prompts: what a chat template makes of messages, with their images and sounds, and what the next turn begins with."""
+"""Conversations as prompts: what a chat template makes of messages, with their media, and what the next turn begins with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Conversations:
         return self.tokenizer.conversation(taken_out(messages, self.kinds)[0], options, thinking, self.kinds)
 
     def prompt(self, messages: Messages, thinking: bool, options: TemplateOptions) -> Prompt:
-        """A conversation as a prompt with its images and sounds."""
+        """A conversation as a prompt with its images, sounds and videos."""
         ids = self.ids(messages, thinking, options)
         if not self.towers:
             return ids

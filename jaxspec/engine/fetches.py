@@ -13,12 +13,12 @@ from jaxspec.engine.inserts import PARTS, are_several
 from jaxspec.media.files import Coming, fetched, is_remote
 
 THREADS = 16  # that fetch
-AHEAD = 32  # prompts whose images and sounds are on their way while one is read
+AHEAD = 32  # prompts whose images, sounds and videos are on their way while one is read
 Item = TypeVar("Item")
 
 
 class Fetches:
-    """Fetches the images and sounds of prompts and conversations. A context, at whose end nothing more is begun.
+    """Fetches the images, sounds and videos of prompts and conversations. A context, at whose end nothing more is begun.
 
     It gives what it was given, with a `Coming` in place of the URL of one. A URL is fetched once as long as somebody holds that."""
 
@@ -47,7 +47,7 @@ class Fetches:
         yield from waiting
 
     def begin(self, given: Any) -> Any:
-        """A prompt, messages, or whatever holds some, with its images and sounds on their way."""
+        """A prompt, messages, or whatever holds some, with its images, sounds and videos on their way."""
         if not self._kinds:
             return given
         if isinstance(given, Mapping):
@@ -94,7 +94,7 @@ class Fetches:
 
 
 def read_ahead(items: Iterable[Item], kinds: Collection[str]) -> Iterable[Item]:
-    """Items with their images and sounds on their way, ahead if they are a list or a tuple. Others may wait for something, or have more
+    """Items with their media on their way, ahead if they are a list or a tuple. Others may wait for something, or have more
     after their end: they stay as they are. kinds: as for `Fetches`."""
 
     def ahead() -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""What stands in prompts beside tokens: images and sounds, at which rows they stand, and what those rows are."""
+"""What stands in prompts beside tokens: images, sounds and videos, at which rows they stand, and what those rows are."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.interrupts import begun
+from jaxspec.media.tower import Run
+from jaxspec.text import Tokenizer
 
-# Types of content that are an image or a sound: which of them, and where such a part has it.
+# Types of content that are an image, a sound or a video: which of them, and where such a part has it.
 PARTS = {
     "image": ("image", ("image", "url", "path", "base64")),
     "image_url": ("image", ("image_url",)),
@@ -24,13 +26,17 @@ PARTS = {
     "audio": ("audio", ("audio", "url", "path", "base64")),
     "audio_url": ("audio", ("audio_url",)),
     "input_audio": ("audio", ("input_audio",)),
+    "video": ("video", ("video", "url", "path", "base64")),
+    "video_url": ("video", ("video_url",)),
 }
-NOUNS, ARTICLES = {"image": "image", "audio": "sound"}, {"image": "an image", "audio": "a sound"}
-THREADS = 4  # that decode images and sounds beside the device's calls
+NOUNS = {"image": "image", "audio": "sound", "video": "video"}
+ARTICLES = {"image": "an image", "audio": "a sound", "video": "a video"}
+THREADS = 4  # that decode media beside the device's calls
 
 
 class Tower(Protocol):
-    """What turns images, or sounds, into rows of a prompt: see `vision.Images` and `audio.Sounds`. Here, each is a medium."""
+    """What turns images, sounds or videos into rows of a prompt: see `vision.Images`, `audio.Sounds` and `vision.Videos`. Here, each is a
+    medium."""
 
     @property
     def token_id(self) -> int:
@@ -56,17 +62,23 @@ class Tower(Protocol):
         """How many rows a medium has that was looked at."""
         ...
 
-    def tokens(self, count: int) -> list[int]:
-        """What stands in a prompt for a medium of so many rows: its beginning, a token for each row, its end."""
+    def runs(self, medium: Any, encode: Callable[[str], list[int]], /) -> Sequence[Run]:
+        """Its rows as they stand in a prompt. encode: from text between them to tokens."""
         ...
 
-    def prepared(self, medium: Any, /) -> Any:
-        """Decodes a medium that was looked at. Its `digest` tells it from others. Raises ValueError for one that cannot be decoded."""
+    @property
+    def closing(self) -> list[int]:
+        """The tokens after a medium's rows in a prompt."""
         ...
 
-    def rows(self, medium: Any, /) -> Any:
-        """What a target reads in place of the embeddings of a prepared medium's tokens: an array [R, H] of the device or the host, of which
-        the first `count` are the medium's. R is one of few."""
+    def decoded(self, medium: Any, /) -> Sequence[Any]:
+        """Decodes a medium that was looked at: what `rows` takes for each of its runs. Its `digest` tells that from others. Raises
+        ValueError for one that cannot be decoded."""
+        ...
+
+    def rows(self, decoded: Any, /) -> Any:
+        """What a target reads in place of the embeddings of a run's tokens: an array [R, H] of the device or the host, of which the first
+        `count` are the run's. R is one of few."""
         ...
 
     def warmup(self) -> Sequence[Any]:
@@ -80,10 +92,11 @@ class Insert:
 
     begin: int  # the position of its first row
     count: int  # of its rows
-    prepare: Callable[[], concurrent.futures.Future[Any]]  # see `Tower.prepared`; the same for all parts of a medium
+    prepare: Callable[[], concurrent.futures.Future[Any]]  # see `Tower.decoded`; the same for all of a medium
+    run: int  # which of the medium's runs it is of
     compute: Callable[[Any], concurrent.futures.Future[Any]]  # from that to its rows
     room: int  # for how many rows its call has room
-    offset: int = 0  # the rows of its medium before it
+    offset: int = 0  # the rows of its run before it
     see_one_another: bool = True  # whether its rows do
     prepared: concurrent.futures.Future[Any] | None = None  # None until `decode`
     _found: concurrent.futures.Future[Any] | None = None
@@ -96,6 +109,11 @@ class Insert:
     def place(self) -> tuple[int, int, bool]:
         """What calls are told of it: see `model.rows.Inserted`."""
         return self.begin, self.count, self.see_one_another
+
+    @property
+    def medium(self) -> Any:
+        """The same for all parts of a run, which are computed together."""
+        return self.prepare, self.run
 
     def decode(self) -> concurrent.futures.Future[Any]:
         """Begins to decode it, on another thread, if that has not begun."""
@@ -120,18 +138,18 @@ class Insert:
     def key(self) -> np.ndarray:
         """[count] int32, below 0: what stands for its rows where prompts are compared, since the tokens are those of any medium. Equal for
         equal media, and different in nearly every row for others. Once it is decoded."""
-        seed = np.frombuffer(self.decode().result().digest, np.uint32)
+        seed = np.frombuffer(self.decode().result()[self.run].digest, np.uint32)
         return np.random.default_rng(seed).integers(-(2**31), 0, self.offset + self.count, np.int32)[self.offset :]
 
     def start(self) -> None:
         """Begins to compute its rows, on another thread."""
         if self._found is None:
-            self._found = self.compute(self.decode().result())
+            self._found = self.compute(self.decode().result()[self.run])
 
     def rows(self) -> Any:
         """Its rows: an array [room, H] of the device or the host, of which the first `count` count. Waits for what the host does for them,
         and forgets them. Raises what computing them raised."""
-        found = self._found or self.compute(self.decode().result())
+        found = self._found or self.compute(self.decode().result()[self.run])
         self._found = None
         return found.result()
 
@@ -151,12 +169,13 @@ class Placed(NamedTuple):
 class Inserts:
     """Makes the inserts of prompts.
 
-    towers: by what they read, "image" or "audio". rooms: for how many rows calls have room, ascending; a medium with more rows than the
-    last, which do not see one another, has parts. texts: those of the towers' tokens, for errors.
+    towers: by what they read, "image", "audio" or "video". rooms: for how many rows calls have room, ascending; a run of more rows than the
+    last, which do not see one another, has parts. tokenizer: of the tokens between rows, and for errors.
     """
 
-    def __init__(self, towers: Mapping[str, Tower], rooms: Sequence[int], texts: Mapping[str, str]):
-        self.towers, self._rooms, self._texts = dict(towers), tuple(rooms), texts
+    def __init__(self, towers: Mapping[str, Tower], rooms: Sequence[int], tokenizer: Tokenizer):
+        self.towers, self._rooms, self._encode = dict(towers), tuple(rooms), tokenizer.encode_word
+        self._texts = {kind: tokenizer.token_text(tower.token_id) for kind, tower in towers.items()}
         self._kinds = {tower.token_id: kind for kind, tower in self.towers.items()}
         # Apart, since media of several requests are decoded at once, and rows are wanted of one after the other.
         self._decoding = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="jaxspec-media")
@@ -188,15 +207,24 @@ class Inserts:
             if count > most:  # before tokens take memory: the header of a file may name any length
                 which = f"{NOUNS[kind]} {places[kind] - 1}"
                 raise ValueError(f"{which} has {count:,} tokens; expected at most {most:,}, for which there is room")
-            opening, *middle, closing = tower.tokens(count)
-            written = len(found) > 0 and found[-1] == opening
-            whole = written and list(ids[at : at + count]) == middle
+            runs = tower.runs(source, self._encode)
+            opening, closing, middle = runs[0].before, tower.closing, list[int]()
+            for run in runs:
+                middle += run.before + [tower.token_id] * run.count
+            middle = middle[len(opening) :]
+            written = found[len(found) - len(opening) :] == opening
+            whole = written and list(ids[at : at + len(middle)]) == middle
             if not written:
-                found.append(opening)
-            inserts += self._inserts(tower, source, len(found), count)
-            found += middle if written else [*middle, closing]
-            taken = count if whole else 1
-            grown.append((at, count - taken + (0 if written else 2)))
+                found += opening
+            begin = len(found) - len(opening)
+            prepare = functools.cache(functools.partial(begun, self._decoding, functools.partial(tower.decoded, source)))
+            for i, run in enumerate(runs):
+                begin += len(run.before)
+                inserts += self._inserts(tower, prepare, i, begin, run.count)
+                begin += run.count
+            found += middle if written else [*middle, *closing]
+            taken = len(middle) if whole else 1
+            grown.append((at, len(middle) - taken + (0 if written else len(opening) + len(closing))))
             at += taken
         for kind, tower in self.towers.items():
             given = len(media.get(kind, ()))
@@ -208,15 +236,14 @@ class Inserts:
                 )
         return Placed(found, tuple(inserts), grown)
 
-    def _inserts(self, tower: Tower, source: Any, begin: int, count: int) -> list[Insert]:
-        """The parts of a medium whose first row is at `begin`."""
-        prepare = functools.cache(functools.partial(begun, self._decoding, functools.partial(tower.prepared, source)))
+    def _inserts(self, tower: Tower, prepare: Callable[[], Any], run: int, begin: int, count: int) -> list[Insert]:
+        """The parts of a medium's run of so many rows, the first of which is at `begin`."""
         found = list[Insert]()
         for at in range(0, count, self._rooms[-1]):
             own = min(self._rooms[-1], count - at)
             room = next(room for room in self._rooms if room >= own)
             compute = functools.partial(self._computed, tower, at, room)
-            found.append(Insert(begin + at, own, prepare, compute, room, at, tower.see_one_another))
+            found.append(Insert(begin + at, own, prepare, run, compute, room, at, tower.see_one_another))
         return found
 
     def _computed(self, tower: Tower, at: int, room: int, prepared: Any) -> concurrent.futures.Future[Any]:
@@ -242,9 +269,15 @@ def _part(rows: jax.Array, at: int, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(jnp.pad(rows, ((0, count), (0, 0))), at, count)
 
 
-def are_several(given: Any) -> bool:
-    """Whether what a prompt has under one name is a list of media. A list of numbers is one sound, and so is (samples, rate)."""
-    return isinstance(given, list | tuple) and not any(isinstance(each, numbers.Real) for each in given[:2])
+def are_several(given: Any, kind: str = "") -> bool:
+    """Whether what a prompt has under one name is a list of media. A list of numbers is one sound, and so is (samples, rate); a list of
+    images, given as arrays or by Pillow, is one video, and so is (frames, metadata)."""
+    if not isinstance(given, list | tuple) or any(isinstance(each, numbers.Real) for each in given[:2]):
+        return False
+    if kind != "video" or not given:
+        return True
+    is_frame = getattr(given[0], "ndim", 0) == 3 or type(given[0]).__module__.startswith("PIL.")
+    return not is_frame and (isinstance(given[0], Mapping) or not any(isinstance(each, Mapping) for each in given[1:2]))
 
 
 def taken_out(messages: Any, kinds: Sequence[str]) -> tuple[Any, dict[str, list[Any]]]:

@@ -26,8 +26,9 @@ from jaxspec.text import MEDIA, OutputText, Tokenizer
 MAX_STOP_IDS = 16
 # Keys of a prompt that vLLM or transformers knows, and why they are refused.
 UNREAD = {
-    "multi_modal_data": "only text can be read; to read images, load with images=True, and to hear sounds, with audio=True",
-    "multi_modal_uuids": "images and sounds are told apart by what they hold",
+    "multi_modal_data": "only text can be read; to read images, load with images=True, to hear sounds, with audio=True, and to see "
+    "videos, with videos=True",
+    "multi_modal_uuids": "images, sounds and videos are told apart by what they hold",
     "mm_processor_kwargs": "all images are prepared alike; load with images=1120 for up to so many tokens of each",
     "prompt_embeds": "a prompt is made of tokens",
     "encoder_prompt": "the model has no encoder",
@@ -69,7 +70,7 @@ class Maker:
     eos_token_ids: tuple[int, ...]  # these end a sequence by default
     defaults: Defaults  # of params that say nothing
     structures: Structures  # makes automata of what texts must look like
-    inserts: Inserts | None = None  # makes what stands in prompts for images and sounds; None where prompts have neither
+    inserts: Inserts | None = None  # makes what stands in prompts for images, sounds and videos; None where prompts have neither
 
     def requests(self, index: int, prompt: Any, params: Any, draw_seed: Any, keep: int = 0) -> list[Request]:
         """The n samples of prompt `index` of a call. draw_seed: gives a seed where params names none. keep: see `Request`, of the tokens
@@ -165,7 +166,7 @@ class Maker:
         return text, placed
 
     def _placed(self, index: int, ids: Any, media: Mapping[str, list[Any]]) -> Placed:
-        """The prompt with its images and sounds. Without any it stays as it is; where it could have some, it may have no token of one
+        """The prompt with its media. Without any it stays as it is; where it could have some, it may have no token of one
         then."""
         if self.inserts is None or not (any(media.values()) or self.inserts.are_in(ids)):
             return Placed(ids, (), [])
@@ -274,7 +275,7 @@ def _parts(index: int, prompt: Mapping[str, Any], kinds: Sequence[str]) -> tuple
 
 
 def _media(index: int, given: Any, kinds: Sequence[str]) -> dict[str, list[Any]]:
-    """What vLLM calls multi_modal_data: {"image": one or a list of them, "audio": the same}. Raises TypeError or ValueError."""
+    """What vLLM calls multi_modal_data: {"image": one or a list of them, "audio" and "video": the same}. Raises TypeError or ValueError."""
     expected = " and ".join(map(repr, kinds))
     if given is None:
         return {}
@@ -285,7 +286,7 @@ def _media(index: int, given: Any, kinds: Sequence[str]) -> dict[str, list[Any]]
         _, hint = MEDIA.get(others[0], ("", ""))
         raise ValueError(f"'multi_modal_data' of prompt {index} has {others[0]!r}, expected {expected} alone{hint}")
     found = {kind: given[kind] for kind in kinds if given.get(kind) is not None}
-    return {kind: list(media) if are_several(media) else [media] for kind, media in found.items()}
+    return {kind: list(media) if are_several(media, kind) else [media] for kind, media in found.items()}
 
 
 def _says_something(value: Any) -> bool:

@@ -68,7 +68,8 @@ class LLM:
     target, drafter: weights, as `placement` spreads them. settings: see `Settings`. eos_token_ids: these end a sequence by default.
     defaults: of requests that say nothing. placement: where the weights lie. name: of the target, to be shown.
     origin: where the drafter comes from; by default it is a checkpoint's no more, and no heads of it are repeated. towers: what makes rows
-    of images ("image") and sounds ("audio") in prompts; none where they have none. reader: of new weights, if there may be any.
+    of images ("image"), sounds ("audio") and videos ("video") in prompts; none where they have none. reader: of new weights, if there may
+    be any.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -118,8 +119,7 @@ class LLM:
             self._shards, self._accounts, self._lock, tokenizer, vocab_size, lambda requests: self._needs(requests), self._check_open
         )
         self.media = tuple(towers)  # what prompts may have beside text: "image", "audio"
-        texts = {kind: tokenizer.token_text(tower.token_id) for kind, tower in towers.items()}
-        self._inserts = Inserts(towers, settings.insert_rows, texts) if towers else None
+        self._inserts = Inserts(towers, settings.insert_rows, tokenizer) if towers else None
         self._seeds = random.Random(settings.seed)
         self._closed = False
 
@@ -232,7 +232,7 @@ class LLM:
     @heeded()
     def warmup(self, *params: SamplingParams) -> None:
         """Compiles everything that requests of these params can use, those of each by themselves and all beside each other, with a progress
-        bar, and what reads images and sounds. Without params: what requests that say nothing use. Requests that need more (filters;
+        bar, and what reads images, sounds and videos. Without params: what requests that say nothing use. Requests that need more (filters;
         penalties and the like; logprobs) compile it when they come.
 
         With adaptive verification, see `load`, this also compiles and times rounds that guess fewer tokens or none, and rounds that verify
@@ -361,10 +361,11 @@ class LLM:
         the other.
 
         prompts: a str, a list or an array of token ids (of NumPy, JAX or PyTorch), a dict with "prompt" or "prompt_token_ids", or several
-        of these: a list, an array of two axes, a column of a dataset, any iterable. A dict may have images and sounds beside, if `load` was
-        told of them: {"prompt": "<|image|>What is this?", "multi_modal_data": {"image": image}}, with as many image tokens as images, each
-        a Pillow image, an array [height, width, 3] of uint8, a path, a URL or the bytes of a file; and with an audio token for each sound,
-        under "audio": an array of samples, (samples, rate), or a file as of an image. params: one for all, or one for each prompt;
+        of these: a list, an array of two axes, a column of a dataset, any iterable. A dict may have images, sounds and videos beside, if
+        `load` was told of them: {"prompt": "<|image|>What is this?", "multi_modal_data": {"image": image}}, with as many image tokens as
+        images, each a Pillow image, an array [height, width, 3] of uint8, a path, a URL or the bytes of a file; with an audio token for
+        each sound, under "audio": an array of samples, (samples, rate), or a file as of an image; and with a video token for each video,
+        under "video": an array of frames, (frames, {"fps": rate}), or a file. params: one for all, or one for each prompt;
         sampling_params is another name for it. use_tqdm: whether to show a progress bar, or what makes one; by default one is shown for
         several prompts, if `load` was told to show progress.
         Raises ValueError or TypeError, before anything is computed, for a prompt that is empty, longer than max_len - 1 or has ids
@@ -473,8 +474,8 @@ class LLM:
         special=True) has them.
         What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, only what is new is
         computed. Without thinking, Gemma 4's template writes an empty thought before an answer and leaves it out of the next prompt; then
-        the last answer is computed again too. If `load` was told of images or sounds, content may have some as parts, in the forms
-        of transformers, {"type": "image", "image": image} and {"type": "audio", "audio": sound}, and of OpenAI and vLLM, {"type":
+        the last answer is computed again too. If `load` was told of images, sounds or videos, content may have some as parts, in the
+        forms of transformers, {"type": "image", "image": image} and the like for "audio" and "video", and of OpenAI and vLLM, {"type":
         "image_url", "image_url": {"url": url}} and the like; what each may be, `generate` says. Raises what `generate` raises, and
         ValueError for content that cannot be read.
         """
@@ -504,7 +505,7 @@ class LLM:
         return self._conversations.ids(messages, enable_thinking, template)
 
     def chat_input(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> Prompt:
-        """A conversation as a prompt for `generate`, with its images and sounds. Raises what `chat` raises for messages and these."""
+        """A conversation as a prompt for `generate`, with its media. Raises what `chat` raises for messages and these."""
         return self._conversations.prompt(messages, enable_thinking, template)
 
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: Sequence[int] = ()) -> list[Request]:

@@ -47,7 +47,7 @@ class Request:
     index: int = 0  # which of the prompt's n samples it is
     prompt_index: int = 0  # which of the call's prompts it belongs to
     keep: int = 0  # how many tokens of its prompt the next turn of its conversation begins with; 0 where none is to come
-    inserts: tuple[Insert, ...] = ()  # the images and sounds of its prompt, in order, until it has a completion
+    inserts: tuple[Insert, ...] = ()  # the images, sounds and videos of its prompt, in order, until it has a completion
 
     # Where it is. The host gives it a slot, and calls on the device report what became of it.
     slot: int = -1  # -1 while it has none
@@ -91,7 +91,7 @@ class Request:
 
     @property
     def key(self) -> np.ndarray:
-        """The same with its images and sounds told apart: what prompts are compared by. Two sequences with equal keys have equal K and
+        """The same with its media told apart: what prompts are compared by. Two sequences with equal keys have equal K and
         V."""
         return self._told_apart(self.tokens)
 
@@ -109,7 +109,7 @@ class Request:
 
     @property
     def seen(self) -> bool:
-        """Whether its images and sounds are all decoded, so that it has a key."""
+        """Whether its images, sounds and videos are all decoded, so that it has a key."""
         return all(insert.decoded and insert.failure is None for insert in self.inserts)
 
     def next_insert(self, rows: int) -> Insert | None:

@@ -20,7 +20,7 @@ from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
 AHEAD = 4  # requests that are read before there is a slot for them
-LOOKAHEAD = 4  # images and sounds that are computed before their rows are needed
+LOOKAHEAD = 4  # images, sounds and videos that are computed before their rows are needed
 # While prompts are computed, a step runs one round for every SHARE decoding sequences per unfinished prompt, at least 1 and at most BESIDE.
 # A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
@@ -140,7 +140,7 @@ class Turn:
         coming = (insert for request, computed in rows for insert in request.inserts if insert.begin >= computed)
         media = set[Any]()
         for insert in coming:
-            media.add(insert.prepare)  # which the parts of a medium share
+            media.add(insert.medium)
             if len(media) > LOOKAHEAD:
                 break
             insert.start()
@@ -357,7 +357,7 @@ class Turn:
             self.active.sort(key=lambda r: r.order)
 
     def _decoded(self, request: Request) -> bool:
-        """Whether its images and sounds are there. A request with one that cannot be decoded has failed."""
+        """Whether its images, sounds and videos are there. A request with one that cannot be decoded has failed."""
         if not all(insert.decoded for insert in request.inserts):
             self._expecting = True
             return False

@@ -1,4 +1,4 @@
-"""Files of images and sounds, wherever they are."""
+"""Files of images, sounds and videos, wherever they are."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_from(file: Any, kind: str) -> Any:
     if text.startswith("data:"):
         head, _, data = text.partition(",")
         if not head.endswith(";base64"):
-            example = {"image": "image/png", "audio": "audio/wav"}[kind]
+            example = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}[kind]
             raise ValueError(f"the data of a data: URL must be in base64, after 'data:{example};base64,'")
         return base64.b64decode("".join(data.split()), validate=True)
     if text.startswith("file://"):

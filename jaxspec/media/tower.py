@@ -45,6 +45,14 @@ class Prepared(NamedTuple):
         return cls(data, hashlib.sha256(f"{data.shape} ".encode() + data.tobytes()).digest())
 
 
+class Run(NamedTuple):
+    """So many rows of a medium that stand one after the other in a prompt, such as those of a frame of a video. before: the tokens between
+    them and the rows before, or the medium's beginning."""
+
+    before: list[int]
+    count: int
+
+
 @functools.cache
 def jitted(run: Callable[..., jax.Array], *static: str) -> Callable[..., jax.Array]:
     """A function that computes rows, to be called in place of it. static: names of arguments that are no arrays."""
@@ -75,6 +83,15 @@ class Media(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def opening(self) -> list[int]:
+        """The tokens before a medium's rows in a prompt."""
+
+    @abc.abstractmethod
+    def count(self, medium: Any) -> int:
+        """How many rows a medium has."""
+
+    @property
+    @abc.abstractmethod
     def rooms(self) -> tuple[int, ...]:
         """For how many rows of a medium calls have room, ascending. With more, one whose rows do not see one another has parts."""
 
@@ -95,6 +112,14 @@ class Media(abc.ABC):
     @abc.abstractmethod
     def computed(self, prepared: Prepared) -> jax.Array:
         """What the tower makes of a prepared medium: rows [R, text hidden], of which the first are the medium's."""
+
+    def runs(self, medium: Any, encode: Callable[[str], list[int]]) -> list[Run]:
+        """All rows of a medium, one after the other."""
+        return [Run(self.opening, self.count(medium))]
+
+    def decoded(self, medium: Any) -> list[Prepared]:
+        """The prepared medium of its only run."""
+        return [self.prepared(medium)]
 
     @classmethod
     def prefix_of(cls, key: str) -> str | None:

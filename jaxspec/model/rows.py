@@ -18,7 +18,7 @@ class Rows:
     count: [B] int32, how many of the T rows are real; the others cost time and change nothing. slots: [B] int32, where the
     sequence lives in the cache; an id >= slots stands for no sequence and must come with count 0. packing: of rows that `packed` gave,
     else None. tree: whose rows these are, or None; then each row stands as far after `start` as it is deep, and sees of these rows its
-    ancestors and itself, and none of them is written to the cache: see `attention.store_path`. inserted: the images and sounds among them;
+    ancestors and itself, and none of them is written to the cache: see `attention.store_path`. inserted: the media among them;
     None if all are tokens.
     """
 

@@ -174,6 +174,15 @@ class Images(Media):
         return self.config.image_token_id
 
     @property
+    def opening(self) -> list[int]:
+        return [self.config.boi_token_id]
+
+    @property
+    def closing(self) -> list[int]:
+        """The tokens after an image's rows in a prompt."""
+        return [self.config.eoi_token_id]
+
+    @property
     def rooms(self) -> tuple[int, ...]:
         return (self.max_soft_tokens,)
 
@@ -203,10 +212,6 @@ class Images(Media):
     def prepared(self, image: Any) -> Prepared:
         """Decodes an image and makes it fit: pixels [height, width, 3] uint8. Argument and errors are those of `opened`."""
         return Prepared.of(self.preprocessing.resized(opened(image)))
-
-    def tokens(self, count: int) -> list[int]:
-        """The tokens of an image of so many rows in a prompt: its beginning, one for each row, its end."""
-        return [self.config.boi_token_id, *[self.config.image_token_id] * count, self.config.eoi_token_id]
 
     def warmup(self) -> list[jax.Array]:
         """Compiles the tower, by an image of one soft token. Returns its rows."""

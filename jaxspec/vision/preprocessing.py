@@ -82,12 +82,19 @@ class Preprocessing:
         return patches, positions
 
 
-def read_preprocessing(folder: Path, config: VisionConfig, max_soft_tokens: int | None = None) -> Preprocessing:
+def read_preprocessing(
+    folder: Path,
+    config: VisionConfig,
+    max_soft_tokens: int | None = None,
+    part: str = "image_processor",
+    default: int = Preprocessing.max_soft_tokens,
+) -> Preprocessing:
     """What a checkpoint's folder says about preprocessing, and the published settings for what it does not say.
 
-    max_soft_tokens: in place of the checkpoint's. Raises TypeError or ValueError for what is not served.
+    max_soft_tokens: in place of the checkpoint's. part: of the processor that is asked. default: the tokens of an image where it does not
+    say. Raises TypeError or ValueError for what is not served.
     """
-    file, found = settings_of(folder, "image_processor")
+    file, found = settings_of(folder, part)
     for name, expected in (("patch_size", config.patch_size), ("pooling_kernel_size", config.pooling_kernel_size)):
         if found.get(name, expected) != expected:
             raise ValueError(f"{file}: {name} is {found[name]!r}, but that of vision_config is {expected}")
@@ -98,7 +105,7 @@ def read_preprocessing(folder: Path, config: VisionConfig, max_soft_tokens: int 
         for name, expected in IDENTITY.items():
             if found.get(name, expected) != expected:
                 raise ValueError(f"{file}: {name} is {found[name]!r}; expected {expected}")
-    most = found.get("max_soft_tokens", Preprocessing.max_soft_tokens) if max_soft_tokens is None else max_soft_tokens
+    most = found.get("max_soft_tokens", default) if max_soft_tokens is None else max_soft_tokens
     made = Preprocessing(
         patch=config.patch,
         pool=config.pool,

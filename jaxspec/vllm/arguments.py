@@ -218,8 +218,8 @@ def mesh_of(tensor: Any, data: Any) -> Any:
 
 
 def media_of(limits: Any, processing: Any) -> dict[str, bool | int]:
-    """`images` and `audio` of `load`: prompts have some if `limits`, vLLM's limit_mm_per_prompt, allow any, or, of images, if `processing`,
-    its mm_processor_kwargs, says how they are prepared. Raises TypeError or ValueError."""
+    """`images`, `videos` and `audio` of `load`: prompts have some if `limits`, vLLM's limit_mm_per_prompt, allow any, or, of images, if
+    `processing`, its mm_processor_kwargs, says how they are prepared. Raises TypeError or ValueError."""
     for name, given in (("limit_mm_per_prompt", limits), ("mm_processor_kwargs", processing)):
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{name} is {given!r}, expected a dict")
@@ -233,10 +233,8 @@ def media_of(limits: Any, processing: Any) -> dict[str, bool | int]:
         count = count.get("count", 1) if isinstance(count, Mapping) else count
         return integer(f"limit_mm_per_prompt[{kind!r}]", count, 0) > 0
 
-    if allowed("video"):
-        raise ValueError("limit_mm_per_prompt['video'] asks for videos, which cannot be served; expected images of their frames")
     tokens = True if most is None else integer("mm_processor_kwargs['max_soft_tokens']", most, 1)
-    return {"images": allowed("image", 0 if most is None else 1) and tokens, "audio": allowed("audio")}
+    return {"images": allowed("image", 0 if most is None else 1) and tokens, "videos": allowed("video"), "audio": allowed("audio")}
 
 
 def structure_of(config: Mapping[str, Any] | None) -> tuple[dict[str, bool], list[str]]:
@@ -313,6 +311,7 @@ def in_their_names() -> Iterator[None]:
         ours = {here: theirs for theirs, here in RENAMED.items()}
         told = str(error).replace(f"drafter is {SAME!r}", "speculative_config has no 'model'")
         told = told.replace("images=True", "limit_mm_per_prompt={'image': 1}")
+        told = told.replace("videos=True", "limit_mm_per_prompt={'video': 1}")
         told = told.replace("audio=True", "limit_mm_per_prompt={'audio': 1}")
         told = told.replace("images=1120", "mm_processor_kwargs={'max_soft_tokens': 1120}")
         told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], told)

@@ -67,10 +67,10 @@ class LLM:
     generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm", by
     which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
     "disable_any_whitespace" and "disable_additional_properties" hold for all requests. chat_template: a template, or a file of one, in
-    place of the checkpoint's. limit_mm_per_prompt, mm_processor_kwargs: prompts may have images and sounds, any number of them, if the
-    former allows some, as {"image": 1, "audio": 1} does; the latter may have "max_soft_tokens". enable_lora: calls may have a lora_request.
-    Where it is another than the last one, its adapter is merged into the model's weights, which are read again. enable_prefix_caching:
-    prompts that begin alike are computed once whatever it says. enable_sleep_mode: `sleep` works whatever it says.
+    place of the checkpoint's. limit_mm_per_prompt, mm_processor_kwargs: prompts may have images, sounds and videos, any number of them, if
+    the former allows some, as {"image": 1, "audio": 1} does; the latter may have "max_soft_tokens". enable_lora: calls may have a
+    lora_request. Where it is another than the last one, its adapter is merged into the model's weights, which are read again.
+    enable_prefix_caching: prompts that begin alike are computed once whatever it says. enable_sleep_mode: `sleep` works whatever it says.
 
     others: more arguments of vLLM. Those that only tune it are accepted, and a warning names them. Raises ValueError, with the reason,
     for one that cannot be served; TypeError, with the nearest name, for one that vLLM has not; and what `load` raises.

@@ -165,7 +165,7 @@ BAD = {
     '{"prompt": "x", "parms": {}}': "found 'parms'; expected 'params', or a name less like it for a column that is passed on",
     '{"prompt": "x", "sampling_params": {}}': "found 'sampling_params'; expected 'params', or a name less like it",
     '{"prompt": "x", "max_tokens": 9}': "found 'max_tokens', which belongs into params",
-    '{"prompt": "x", "multi_modal_data": {}}': "found 'multi_modal_data', which no line has; images and sounds belong into the content",
+    '{"prompt": "x", "multi_modal_data": {}}': "found 'multi_modal_data', which no line has; images, sounds and videos belong",
     '{"prompt": "x", "text": "y"}': "found 'text', which results have themselves; name the column otherwise",
     '{"prompt": "x", "params": {"top_q": 1}}': "params has 'top_q'; expected some of allowed_token_ids, bad_words,",
     '{"prompt": "x", "params": [1]}': "params is [1], expected an object",

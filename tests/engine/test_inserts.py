@@ -25,6 +25,7 @@ from jaxspec.engine.learn import Learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import Settings
+from jaxspec.media.tower import Run
 from jaxspec.model import gemma4
 from jaxspec.model import paged_kv as paged
 from jaxspec.model.gemma4_config import Gemma4Config
@@ -68,13 +69,15 @@ class Tower:
     def count(self, image):
         return image.size
 
-    def tokens(self, count):
-        return [OPENING, *[IMAGE] * count, CLOSING]
+    closing = (CLOSING,)
 
-    def prepared(self, image):
+    def runs(self, image, encode):
+        return [Run([OPENING], image.size)]
+
+    def decoded(self, image):
         if image.number == -2:
             raise ValueError("Drawn(-2) cannot be read as an image")
-        return image
+        return [image]
 
     def rows(self, image):
         if image.number < 0:
@@ -108,24 +111,29 @@ def asked(*parts):
 
 def first_token(*parts):
     """What the target chooses after a prompt, computed part by part without the engine."""
-    model, at, logits = target(), 0, None
+    model, at, token = target(), 0, None
     cache = gemma4.init_cache(model.config, slots=1, max_len=MAX_LEN, num_draft_tokens=0, page_size=PAGE, dtype=jnp.float32)
-    tower, one = Tower(), jnp.ones(1, jnp.int32)
     pieces = list[tuple[list[int], np.ndarray | None]]()
     for part in parts:
         if isinstance(part, Drawn):
-            pieces += [([OPENING], None), ([IMAGE] * part.size, tower.rows(part)[None, : part.size]), ([CLOSING], None)]
+            pieces += [([OPENING], None), ([IMAGE] * part.size, Tower().rows(part)[None]), ([CLOSING], None)]
         else:
-            pieces.append((part, None))
+            pieces += [(part[begin : begin + 4], None) for begin in range(0, len(part), 4)]
     for ids, rows in pieces:
-        for begin in range(0, len(ids), 4 if rows is None else len(ids)):
-            some = ids[begin : begin + 4] if rows is None else ids
-            cache, _ = paged.reserve(cache, 0 * one, (at + len(some)) * one, len(some))
-            inserted = None if rows is None else Inserted(rows, at * one, len(some) * one, one != 0)
-            block = Rows(jnp.asarray([some], jnp.int32), at * one, len(some) * one, 0 * one, inserted=inserted)
-            out, cache = model(block, cache)
-            logits, at = model.unembed(out.hidden)[0, -1], at + len(some)
-    return int(jnp.argmax(logits))
+        block = np.zeros((1, 4 if rows is None else MOST), np.int32)
+        block[0, : len(ids)] = ids
+        token, cache = after_block(model, cache, block, jnp.full(1, at), jnp.full(1, len(ids)), rows)
+        at += len(ids)
+    return int(token)
+
+
+@jax.jit
+def after_block(model, cache, ids, start, count, rows):
+    """What the target chooses after a block of one sequence, whose rows those of an image may be, and the cache."""
+    cache, _ = paged.reserve(cache, 0 * count, start + count, ids.shape[1])
+    inserted = None if rows is None else Inserted(rows, start, count, count > 0)
+    out, cache = model(Rows(ids, start, count, 0 * count, inserted=inserted), cache)
+    return jnp.argmax(model.unembed(out.hidden)[0, count[0] - 1]), cache
 
 
 WORDS = [list(np.random.default_rng(i).integers(3, 60, n)) for i, n in enumerate((9, 3, 21, 1, 14))]
@@ -227,16 +235,16 @@ def test_what_was_decoded_is_forgotten_once_it_is_used(monkeypatch):
     """A call of many prompts does not keep the pixels of all until its end."""
     llm, decoded, held, rows = llm_of(NGram), [], [], Tower.rows
 
-    def prepared(self, image):
+    def decode(self, image):
         made = dataclasses.replace(image)
         decoded.append(weakref.ref(made))
-        return made
+        return [made]
 
     def counted(self, image):
         held.append(sum(made() is not None for made in decoded))
         return rows(self, image)
 
-    monkeypatch.setattr(Tower, "prepared", prepared)
+    monkeypatch.setattr(Tower, "decoded", decode)
     monkeypatch.setattr(Tower, "rows", counted)
     llm.generate([asked(WORDS[1], Drawn(500 + i)) for i in range(30)], GREEDY)
     assert len(decoded) == 30 and max(held) <= 12
@@ -277,7 +285,7 @@ def test_prompts_as_a_processor_writes_them():
     for middle in ([IMAGE], [OPENING, IMAGE, CLOSING], [OPENING, *[IMAGE] * 5, CLOSING]):
         prompt = {"prompt_token_ids": [*WORDS[0], *middle, *WORDS[1]], "multi_modal_data": {"image": image}}
         assert llm.generate(prompt, GREEDY)[0].token_ids == answers()[0].token_ids
-    inserts = Inserts({"image": Tower()}, [MOST], {"image": "<image>"})
+    inserts = Inserts({"image": Tower()}, [MOST], llm.tokenizer)
     placed = inserts.placed([5, IMAGE, 7, OPENING, IMAGE, CLOSING, 9], {"image": [image, Drawn(2, 3)]}, 12)
     assert placed.ids == [5, OPENING, *[IMAGE] * 5, CLOSING, 7, OPENING, *[IMAGE] * 3, CLOSING, 9]
     assert [(picture.begin, picture.end) for picture in placed.inserts] == [(2, 7), (10, 13)]
@@ -333,18 +341,18 @@ def test_an_image_that_cannot_be_decoded_fails_alone():
 
 def test_others_go_on_while_an_image_is_decoded(monkeypatch):
     """One that takes long, before and after others."""
-    llm, decoded = llm_of(NGram), threading.Event()
+    llm, over = llm_of(NGram), threading.Event()
 
-    def prepared(image):
+    def decoded(image):
         if image.number == 9:
-            assert decoded.wait(60)
-        return image
+            assert over.wait(60)
+        return [image]
 
-    monkeypatch.setattr(llm._inserts.towers["image"], "prepared", prepared)
+    monkeypatch.setattr(llm._inserts.towers["image"], "decoded", decoded)
     order = []
     for answer in llm.as_completed([(asked(WORDS[1], Drawn(9)), GREEDY), (asked(*PROMPTS[0]), GREEDY), (asked(*PROMPTS[3]), GREEDY)]):
         order.append(answer.prompt_index)
-        decoded.set()
+        over.set()
         if answer.prompt_index == 0:
             slow = answer
     assert order[0] != 0 and sorted(order) == [0, 1, 2]

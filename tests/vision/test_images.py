@@ -179,7 +179,7 @@ def test_an_image_in_a_prompt():
     for kind in ("plain", "unified"):
         found = loaded(kind)
         assert (found.token_id, found.max_soft_tokens) == (258_880, 70)
-        assert found.tokens(2) == [255_999, 258_880, 258_880, 258_882]
+        assert (found.opening, found.closing) == ([255_999], [258_882])
         assert 0 < found.count(PIXELS) == found.count(DATA) <= len(found.rows(PIXELS)) == 70
 
 

@@ -20,12 +20,12 @@ import huggingface_hub
 import jax.numpy as jnp
 import media_oracle
 import numpy as np
-import oracle
 import pytest
 import tiny
 import torch
-import vision_oracle
 from media_oracle import after, logprobs, picture, same
+from vision_oracle import IMAGE
+from vision_oracle import in_prompts as saved
 
 import jaxspec
 from jaxspec import SamplingParams
@@ -35,28 +35,7 @@ from jaxspec.vision import Images
 pytestmark = pytest.mark.usefixtures("quick_to_compile", "masks_of_the_12b")
 masks_of_the_12b = media_oracle.masks_of_the_12b
 ROOT = Path(__file__).parents[2]
-IMAGE, OPENING, CLOSING = 5, 6, 7  # tokens of the pocket tokenizer that nothing else uses
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|turn>' }}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{{ '<unused5>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{{ '<turn|>' }}{% endfor %}"
-)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-
-
-@functools.cache
-def saved(kind):
-    """A tiny random target and its folder, with the pocket tokenizer and a chat template that has images."""
-    config = vision_oracle.config(kind)
-    member = "12B" if kind == "unified" else "E4B"
-    text = oracle.text_config(member, vocab_size=tiny.VOCAB, vocab_size_per_layer_input=tiny.VOCAB)
-    kept = config["text_config"].keys()
-    tokens = {"image_token_id": IMAGE, "boi_token_id": OPENING, "eoi_token_id": CLOSING}
-    config |= {"text_config": {k: v for k, v in text.items() if k in kept}, **tokens}
-    model, folder = media_oracle.saved(config, f"prompts-{kind}", lambda model: oracle.randomise(model, 1))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny.POCKET / name, folder / name)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return model, folder
 
 
 @functools.cache

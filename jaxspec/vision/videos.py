@@ -1,0 +1,240 @@
+"""Videos: frames of them, which are images with few tokens each, and the times at which they stand."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.checks import integer, number, type_name
+from jaxspec.media.files import file_in, name_of, read_from, reason_of
+from jaxspec.media.processor import settings_of
+from jaxspec.media.tower import Prepared, Run
+from jaxspec.vision.images import Images, opened, source_of
+from jaxspec.vision.preprocessing import read_preprocessing
+
+FRAMES, SOFT_TOKENS = 32, 70  # of a video, and of a frame, where the checkpoint says nothing
+TOKEN_ID = 258_884  # where config.json says nothing
+FPS = 24.0  # of frames that come without, as transformers has it
+PART = "video_processor"
+EXPECTED = (
+    "expected the path or the bytes of a video file, a URL that begins with data:, file://, http:// or https://, an array [frames, height, "
+    "width, 3] of uint8, a list of images, or such frames with a dict of 'fps'"
+)
+# Of a dict beside frames, as vLLM and transformers have it.
+METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "width", "height", "video_backend", "do_sample_frames")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """A video that is known to be one, as far as its beginning tells. name: what an error calls it. data: the path or the bytes of a file,
+    or frames. places: of the frames that are read, ascending. times: of these, in seconds. sizes: their widths and heights."""
+
+    name: str
+    data: Any
+    places: Sequence[int]
+    times: Sequence[float]
+    sizes: Sequence[tuple[int, int]]
+
+
+class Videos:
+    """What makes rows of videos: the image tower of a checkpoint reads some of their frames. Threads may share it."""
+
+    see_one_another = True  # the rows of a frame
+
+    def __init__(self, images: Images, frames: int, token_id: int):
+        """images: with the tower, and prepared as frames are. frames: of a video that are read, at most, evenly spread. token_id: of the
+        token that stands in a prompt for each row."""
+        self.images, self.frames, self.token_id = images, integer("videos", frames, 1), token_id
+
+    @classmethod
+    def read(cls, folder: Path, images: Images, frames: int | None = None) -> Videos:
+        """What a checkpoint says about videos. images: as the same checkpoint has them, with their tower. frames: in place of the
+        checkpoint's number. Raises ImportError without PyAV, ValueError for what is not served."""
+        check_av()
+        folder = images.home(Path(folder))
+        file, found = settings_of(folder, PART)
+        if found.get("fps") is not None or not found.get("do_sample_frames", True):
+            raise ValueError(f"{file}: the {PART} has fps or no do_sample_frames; expected num_frames, a number of frames for each video")
+        preprocessing = read_preprocessing(folder, images.config, None, PART, SOFT_TOKENS)
+        if preprocessing.max_soft_tokens > images.max_soft_tokens:
+            raise ValueError(
+                f"a frame of a video has up to {preprocessing.max_soft_tokens} tokens, and an image {images.max_soft_tokens}; expected no "
+                f"fewer: load with images={preprocessing.max_soft_tokens}"
+            )
+        token_id = images.config_of(folder).get("video_token_id") or TOKEN_ID
+        own = Images(images.config, preprocessing, images.tower)
+        return cls(own, found.get("num_frames", FRAMES) if frames is None else frames, token_id)
+
+    def with_tower(self, tower: Any) -> Videos:
+        """The same with another tower of these shapes."""
+        return Videos(self.images.with_tower(tower), self.frames, self.token_id)
+
+    @property
+    def text_settings(self) -> dict[str, Any]:
+        """By name, what texts with videos depend on."""
+        return {"videos": self.frames, "of a frame": self.images.max_soft_tokens}
+
+    @property
+    def closing(self) -> list[int]:
+        """The tokens after the rows of a video's last frame."""
+        return self.images.closing
+
+    def source(self, video: Any) -> Source:
+        """Looks at a video without decoding it; one behind a URL is fetched. video: see `EXPECTED`; a `Source` stays as it is. Raises
+        TypeError for something else, and ValueError, which names the video, for what cannot be read."""
+        if isinstance(video, Source):
+            return video
+        video, metadata = _apart(video)
+        video = file_in(video)
+        name = _name(video)
+        with _explained(name):
+            if isinstance(video, np.ndarray | list | tuple):
+                return self._given(name, video, metadata)
+            if metadata:
+                raise ValueError("a file says itself at which rate its frames stand")
+            return self._of_file(name, read_from(video, "video"))
+
+    def _given(self, name: str, video: Any, metadata: Mapping[str, Any]) -> Source:
+        """Frames of an array, or of a list of images."""
+        if isinstance(video, np.ndarray) and (video.dtype != np.uint8 or video.ndim != 4 or video.shape[3] != 3):
+            raise ValueError("it is not [frames, height, width, 3] of uint8")
+        if not len(video):
+            raise ValueError("it has no frames")
+        rate = number("fps", FPS if metadata.get("fps") is None else metadata["fps"], 0, above=True)
+        known = metadata.get("frames_indices")
+        known = range(len(video)) if known is None else [integer("frames_indices", place, 0) for place in known]
+        if len(known) != len(video):
+            raise ValueError(f"it has {len(video)} frames and {len(known)} frames_indices; expected one for each frame")
+        places = spread(len(video), self.frames)
+        images = [source_of(video[place]) for place in places]
+        times = [known[place] / rate for place in places]
+        return Source(name, images, range(len(images)), times, [(image.width, image.height) for image in images])
+
+    def _of_file(self, name: str, data: Any) -> Source:
+        """Frames of a file, given by its path or its bytes."""
+        with _container(data) as container:
+            stream = container.streams.video[0]
+            count, rate = stream.frames or sum(packet.size > 0 for packet in container.demux(stream)), stream.average_rate
+            size = stream.width, stream.height
+        if not count or not rate or not all(size):
+            raise ValueError(f"it has {count} frames of {size[0]} x {size[1]} pixels at a rate of {rate}")
+        places = spread(count, self.frames)
+        return Source(name, data, places, [float(place / rate) for place in places], [size] * len(places))
+
+    def count(self, video: Any) -> int:
+        """How many rows a video has. Argument and errors are those of `source`."""
+        return sum(self._counts(self.source(video)))
+
+    def _counts(self, video: Source) -> list[int]:
+        return [self.images.preprocessing.count(*size) for size in video.sizes]
+
+    def runs(self, video: Any, encode: Callable[[str], list[int]]) -> list[Run]:
+        """The frames of a video as they stand in a prompt, each after its time: "00:07 ", the beginning of an image, the frame's tokens,
+        the end of an image, and a space."""
+        found, source = list[Run](), self.source(video)
+        for time, count in zip(source.times, self._counts(source), strict=True):
+            minutes, seconds = divmod(math.floor(time), 60)
+            shown = f"{minutes:02}:{seconds:02} "
+            before = [*self.closing, *encode(f" {shown}")] if found else encode(shown)
+            found.append(Run([*before, *self.images.opening], count))
+        return found
+
+    def decoded(self, video: Any) -> list[Prepared]:
+        """The frames of a video. Argument and errors are those of `source`, and ValueError for a damaged file."""
+        source = self.source(video)
+        with _explained(source.name):
+            images = map(opened, source.data) if isinstance(source.data, list) else _frames(source.data, source.places)
+            return [Prepared.of(self.images.preprocessing.resized(image)) for image in images]
+
+    def rows(self, prepared: Prepared) -> jax.Array:
+        """See `Images.rows`."""
+        return self.images.rows(prepared)
+
+    def warmup(self) -> list[jax.Array]:
+        """Compiles the tower for frames. Returns rows of one."""
+        return self.images.warmup()
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Which of so many frames are read, as transformers samples them; all, if there are no more than that."""
+    number = min(count, most)
+    return [i * count // number for i in range(number)]
+
+
+def _frames(data: Any, places: Sequence[int]) -> Iterator[Any]:
+    """The frames of a file at these places, as PIL images in RGB. Raises ValueError for a file that ends before."""
+    wanted, last, count = set(places), places[-1], 0
+    with _container(data) as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        for count, frame in enumerate(container.decode(stream), 1):
+            if count - 1 in wanted:
+                yield _turned(frame)
+            if count > last:
+                return
+    raise ValueError(f"it ends after {count} frames; expected {last + 1} at least")
+
+
+def _turned(frame: Any) -> Any:
+    """A frame of PyAV's as a PIL image in RGB, turned as its file says."""
+    image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+
+
+def check_av() -> None:
+    """Raises ImportError without PyAV."""
+    try:
+        import av  # noqa: F401
+    except ImportError as error:
+        raise ImportError("videos need PyAV: pip install av") from error
+
+
+@contextlib.contextmanager
+def _container(data: Any) -> Iterator[Any]:
+    import av
+
+    with av.open(io.BytesIO(data) if isinstance(data, bytes | bytearray | memoryview) else data) as container:
+        if not container.streams.video:
+            raise ValueError("it has no video stream")
+        yield container
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Raises ValueError, with the name of a video, in place of what PyAV and others raise where they cannot read it."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # of many types: FFmpeg's readers raise whatever they come upon in a broken file
+        raise ValueError(f"{name} cannot be read as a video: {reason_of(error)}; {EXPECTED}") from error
+
+
+def _apart(video: Any) -> tuple[Any, Mapping[str, Any]]:
+    """(frames, metadata) of a video that may come with its metadata. Raises ValueError for unknown ones."""
+    if not isinstance(video, tuple) or len(video) != 2 or not isinstance(video[1], Mapping):
+        return video, {}
+    unknown = [key for key in video[1] if key not in METADATA]
+    if unknown:
+        raise ValueError(f"the metadata of a video have {unknown[0]!r}; expected some of {', '.join(map(repr, METADATA))}")
+    return video
+
+
+def _name(video: Any) -> str:
+    """What an error calls a video. Raises TypeError for what is none of those that `Videos.source` takes."""
+    if isinstance(video, np.ndarray):
+        return f"an array {list(video.shape)} of {video.dtype}"
+    if isinstance(video, list | tuple):
+        return f"a list of {len(video)} images"
+    name = name_of(video)
+    if name is None:
+        raise TypeError(f"a video is of type {type_name(video)}; {EXPECTED}")
+    return name
