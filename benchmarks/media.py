@@ -1,9 +1,11 @@
-"""Times prompts with images, or with sounds: `python benchmarks/media.py e2b mtp --k 3`, with `--audio 10` for sounds of ten seconds.
+"""Times prompts with images, sounds or videos: `python benchmarks/media.py e2b mtp --k 3`, with `--audio 10` for sounds of ten seconds, or
+with `--video 32` for videos of so many frames.
 
 Weights are random and of a released model's shape, its tower's too; images are random pixels and sounds are noise, each another one;
 nothing ends a text before its last token, and drafts are accepted at given rates. Everything is compiled and has run before the clock
-starts. Prints a Markdown table: what the tower takes for one image, without decoding and with all that the host does; one prompt and its
-first token, with an image and with as many tokens of text; and a job of many prompts in both ways. Medians with the least and the most.
+starts. Prints a Markdown table: what the tower takes for one image or frame, without decoding, and for an image, a sound or a video with
+all that the host does; one prompt and its first token, with one of them and with as many tokens of text; and a job of many prompts in both
+ways. Medians with the least and the most.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from jaxspec.planning import with_head_guides
 from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
+from jaxspec.vision.videos import SOFT_TOKENS, TOKEN_ID, Videos
 from pallas_kernels.lm_head import guide_pays
 
 
@@ -40,6 +43,7 @@ def main() -> None:
     parser.add_argument("--soft-tokens", type=int, default=280, help="of an image at most (default: 280)")
     parser.add_argument("--size", type=int, nargs=2, default=(1024, 768), help="pixels of an image (default: 1024 768)")
     parser.add_argument("--audio", type=float, metavar="SECONDS", help="sounds of so many seconds in place of images")
+    parser.add_argument("--video", type=int, metavar="FRAMES", help="videos of so many frames in place of images, as arrays")
     parser.add_argument("--text", type=int, default=64, help="tokens of text in a prompt (default: 64)")
     parser.add_argument("--prompts", type=int, default=64, help="of the job (default: 64)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of each (default: 128)")
@@ -57,30 +61,35 @@ def main() -> None:
     def medium() -> Any:
         if args.audio is not None:
             return rng.normal(size=int(args.audio * 16_000)).astype(np.float32) / 10
-        return rng.integers(0, 256, (*args.size[::-1], 3), np.uint8)
+        return rng.integers(0, 256, (*(() if args.video is None else (args.video,)), *args.size[::-1], 3), np.uint8)
 
-    if args.audio is None:
-        kind, media, what = "image", released.images_of(args.config, dtype, args.soft_tokens), f"{args.size[0]} x {args.size[1]} pixels"
+    kind, what = "image", f"{args.size[0]} x {args.size[1]} pixels"
+    if args.audio is not None:
+        kind, what, tower_of = "audio", f"{args.audio} seconds", released.sounds_of(args.config, dtype)
     else:
-        kind, media, what = "audio", released.sounds_of(args.config, dtype), f"{args.audio} seconds"
-    media, named = media.with_tower(random_weights(media.tower, 1)), {"image": "an image", "audio": "a sound"}[kind]
-    count = media.count(medium())
+        tower_of = released.images_of(args.config, dtype, args.soft_tokens if args.video is None else SOFT_TOKENS)
+    tower_of = tower_of.with_tower(random_weights(tower_of.tower, 1))
+    media, rooms, named = tower_of, tower_of.rooms, "a sound" if kind == "audio" else "an image"
+    if args.video is not None:  # calls have room for an image
+        kind, media, rooms, named = "video", Videos(tower_of, args.video, TOKEN_ID), (args.soft_tokens,), f"a video of {args.video} frames"
+    tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
+    count = sum(len(run.before) + run.count for run in media.runs(medium(), tokenizer.encode_word))
     settings = Settings(
         num_draft_tokens=args.k,
         max_slots=args.slots,
         max_len=args.text + count + args.tokens + 64,
         accept=synthetic(RATES[: args.k]),
-        insert_rows=media.rooms,
+        insert_rows=rooms,
         prefix_bytes=0,
         progress=False,
     )
-    llm = LLM(target, drafter, load_tokenizer(checkpoint.resolve("pocket")), settings, placement=placement, towers={kind: media})
+    llm = LLM(target, drafter, tokenizer, settings, placement=placement, towers={kind: media})
     llm.warmup(SamplingParams(temperature=0))
 
     def prompt(with_medium: bool) -> dict:
         ids = rng.integers(5, 4000, args.text).tolist()
         if not with_medium:
-            return {"prompt_token_ids": ids + rng.integers(5, 4000, count + 2).tolist()}
+            return {"prompt_token_ids": ids + rng.integers(5, 4000, count + 1).tolist()}
         return {"prompt_token_ids": [*ids, media.token_id], "multi_modal_data": {kind: medium()}}
 
     def generated(with_medium: bool, prompts: int, tokens: int) -> Callable[[], None]:
@@ -91,15 +100,15 @@ def main() -> None:
         return run
 
     def rows() -> None:
-        jax.block_until_ready(media.rows(fresh.pop()))
+        jax.block_until_ready([media.rows(each) for each in media.decoded(fresh.pop())])
 
     def tower() -> None:
-        jax.block_until_ready(media.computed(prepared))
+        jax.block_until_ready(tower_of.computed(prepared))
 
     fresh = [medium() for _ in range(args.repeats + 1)]
-    prepared = media.prepared(medium())
+    prepared = media.decoded(medium())[0]
     timed = {
-        f"the tower, {named} of {count} tokens that is decoded, ms": tower,
+        f"the tower, {named if args.video is None else 'a frame'} that is decoded, ms": tower,
         f"{named} of {what}, ms": rows,
         f"one prompt with {named}, to its first token, ms": generated(True, 1, 1),
         "as many tokens of text, ms": generated(False, 1, 1),

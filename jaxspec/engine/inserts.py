@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.interrupts import begun
+from jaxspec.interrupts import begun, undisturbed
 from jaxspec.media.tower import Run
 from jaxspec.text import Tokenizer
 
@@ -32,6 +32,7 @@ PARTS = {
 NOUNS = {"image": "image", "audio": "sound", "video": "video"}
 ARTICLES = {"image": "an image", "audio": "a sound", "video": "a video"}
 THREADS = 4  # that decode media beside the device's calls
+TOGETHER, PLACE = 4, 3  # inserts of a prompt that a call computes at a time, at most, and numbers that it is told of each
 
 
 class Tower(Protocol):
@@ -107,7 +108,7 @@ class Insert:
 
     @property
     def place(self) -> tuple[int, int, bool]:
-        """What calls are told of it: see `model.rows.Inserted`."""
+        """What calls are told of it, PLACE numbers: see `model.rows.Inserted`."""
         return self.begin, self.count, self.see_one_another
 
     @property
@@ -257,6 +258,26 @@ class Inserts:
     def close(self) -> None:
         for pool in (self._decoding, self._computing):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def in_turn(inserts: Sequence[Insert]) -> Any:
+    """The rows of inserts, one after the other, as those of one have them; the call has room for all of these."""
+    found = [insert.rows() for insert in inserts]
+    if len(found) == 1:
+        return found[0]
+    counts = np.zeros(TOGETHER, np.int32)
+    counts[: len(found)] = [insert.count for insert in inserts]
+    arguments = [*found, *found[:1] * (TOGETHER - len(found))], counts
+    return undisturbed(functools.partial(_in_turn, *arguments))
+
+
+@jax.jit
+def _in_turn(rows: Sequence[jax.Array], counts: jax.Array) -> jax.Array:
+    room, width = rows[0].shape
+    out, at = jnp.zeros((2 * room, width), rows[0].dtype), jnp.cumsum(counts) - counts
+    for i, some in enumerate(rows):  # what is past the end of one is written over by the next
+        out = jax.lax.dynamic_update_slice_in_dim(out, some, at[i], axis=0)
+    return out[:room]
 
 
 def _cut(rows: Any, at: int, count: int) -> Any:

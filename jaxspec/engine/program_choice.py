@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.engine.buckets import TREE_SEQUENCES, Buckets, smallest
 from jaxspec.engine.call import Call
-from jaxspec.engine.inserts import Insert
+from jaxspec.engine.inserts import PLACE, TOGETHER, Insert
 from jaxspec.engine.program_kinds import Admit, DecodeRounds, FillMasks, Fork, PlaceStates, Prefill, Program, Score
 from jaxspec.engine.programs import Programs
 from jaxspec.engine.request import Request
@@ -32,12 +32,18 @@ class NextRows(NamedTuple):
     computed: int  # rows that are computed before
     goal: int  # up to which it is to be computed before the host has something to do, or an insert begins
     rows: int  # that the call computes
-    insert: Insert | None = None  # among them
+    inserts: Sequence[Insert] = ()  # among them
 
     @property
     def room(self) -> int:
-        """For how many rows of an insert its call has room."""
-        return 0 if self.insert is None else self.insert.room
+        """For how many rows of inserts its call has room."""
+        return self.inserts[0].room if self.inserts else 0
+
+    @property
+    def places(self) -> list[int]:
+        """What its call is told of the inserts: see `program_kinds.prefill`. Nothing where there are none."""
+        found = [int(number) for insert in self.inserts for number in insert.place]
+        return [*found, *[0] * (PLACE * TOGETHER - len(found))] if found else []
 
 
 class ProgramChoice:
@@ -99,7 +105,7 @@ class ProgramChoice:
         """The program of the next call for prompts, and what it computes of some of the requests; the first ones come first. behind: a call
         before it that computes such rows and has not been read. work: see `_at_hand`.
 
-        Prompts whose next rows have an insert among them have calls of their own. These come first, so that text of several prompts is
+        Prompts whose next rows have inserts among them have calls of their own. These come first, so that text of several prompts is
         computed together. But a prompt of text would wait as long as inserts come, so those of prompts that got their slots much later than
         the oldest prompt come after it."""
         buckets = self._buckets
@@ -131,14 +137,14 @@ class ProgramChoice:
         """What calls with inserts compute of those that have one among their next rows."""
         found = list[NextRows]()
         for request, rows in zip(requests, computed, strict=True):
-            insert = request.next_insert(rows)
-            if insert is None:
-                continue
-            (_, chunk), *_ = self._buckets.inserts(insert.room)
-            if request.has_within(insert, rows, chunk):
-                goal = request.next_stop(insert.end, insert)
-                found.append(NextRows(request, rows, goal, min(goal - rows, chunk), insert))
+            if inserts := request.inserts_within(rows, self._chunk):
+                goal = request.next_stop(inserts[-1].end, inserts)
+                found.append(NextRows(request, rows, goal, min(goal - rows, self._chunk(inserts[0].room)), inserts))
         return found
+
+    def _chunk(self, room: int) -> int:
+        """How many rows of each sequence a call computes that has room for so many rows of inserts."""
+        return self._buckets.inserts(room)[0][1]
 
     def rounds(self, sequences: int, needs: Needs, shape: RoundShape | None = None, work: int = 0) -> DecodeRounds:
         """What runs rounds of so many sequences. shape: of each round, with at most the settings' number of drafts; by default a tree where

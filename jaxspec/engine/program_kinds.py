@@ -15,6 +15,7 @@ import numpy as np
 from jaxspec import decode
 from jaxspec.decode.state import DecodeState
 from jaxspec.engine.admission import arrays_of, packed, unpacked
+from jaxspec.engine.inserts import PLACE, TOGETHER
 from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.settings import STEPS, Settings
 from jaxspec.model.draft_tree import DraftTree
@@ -23,6 +24,7 @@ from jaxspec.model.target import TargetModel
 from jaxspec.sampling.automata import BLOCK, FILLED, SAME, fill, place
 from jaxspec.sampling.choice import PLAIN, Needs
 
+PREFILL_COLUMNS = 5  # of numbers about each part of a call for prompts, beside those of inserts
 ToLower = tuple[Callable[..., Any], Sequence[Any]]  # see `Program.to_lower`
 
 
@@ -38,7 +40,8 @@ def fork(target: Any, drafter: Any, automata: None, state: DecodeState, columns:
 
 
 def prefill(target, drafter, automata, state, columns, *rows, **static) -> Any:
-    slots, until, known, offset, after, begin, count, together = columns.T
+    slots, until, known, offset, after = columns[:, :PREFILL_COLUMNS].T
+    begin, count, together = jnp.moveaxis(columns[:, PREFILL_COLUMNS:].reshape(len(columns), -1, PLACE), 2, 0)
     inserted = Inserted(jnp.stack(rows), begin, count, together != 0) if rows else None
     state = decode.prefill(target, drafter, state, slots, until, offset, after, inserted, automata=automata, **static)
     return state, decode.report(state, slots, known, 1, static["round"].needs.logprobs is not None)
@@ -120,7 +123,7 @@ class Prefill(Program):
     size: int  # parts of prompts
     chunk: int  # rows of each
     needs: Needs  # what sampling is compiled for
-    insert_rows: int = 0  # of an image or a sound in each part at most; 0 for text alone
+    insert_rows: int = 0  # of media in each part at most; 0 for text alone
     ends: bool = True  # whether prompts may come to their ends
 
     def __str__(self) -> str:
@@ -129,7 +132,8 @@ class Prefill(Program):
     def to_lower(self, settings: Settings, slots: int, target: TargetModel) -> ToLower:
         function = functools.partial(prefill, chunk=self.chunk, ends=self.ends, round=settings.round(self.needs))
         rows = np.zeros((self.insert_rows, target.config.hidden_size), target.dtype)
-        return function, [padding(slots, self.size, 8), *[rows] * (self.size if self.insert_rows else 0)]
+        columns = PREFILL_COLUMNS + (PLACE * TOGETHER if self.insert_rows else 0)
+        return function, [padding(slots, self.size, columns), *[rows] * (self.size if self.insert_rows else 0)]
 
 
 @dataclasses.dataclass(frozen=True)

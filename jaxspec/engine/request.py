@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec.engine.completion import Logprob
-from jaxspec.engine.inserts import Insert
+from jaxspec.engine.inserts import TOGETHER, Insert
 from jaxspec.engine.params import SamplingParams
 from jaxspec.engine.round_shape import RoundShape
 from jaxspec.engine.structures import Structure
@@ -112,19 +113,23 @@ class Request:
         """Whether its images, sounds and videos are all decoded, so that it has a key."""
         return all(insert.decoded and insert.failure is None for insert in self.inserts)
 
-    def next_insert(self, rows: int) -> Insert | None:
-        """The first insert that does not begin before this row."""
-        return next((insert for insert in self.inserts if insert.begin >= rows), None)
+    def inserts_within(self, rows: int, chunk: Callable[[int], int]) -> list[Insert]:
+        """The inserts that a call computes with the next rows, once so many are: those that are next, as far as they fit, and as its prompt
+        is not to be kept before them. chunk: how many rows a call computes, by for how many rows of inserts it has room."""
+        found, left = list[Insert](), 0
+        for insert in itertools.islice((insert for insert in self.inserts if insert.begin >= rows), TOGETHER):
+            left = left if found else insert.room
+            kept = any(rows < goal <= insert.begin for goal in self.goals)
+            if kept or insert.count > left or insert.end > rows + chunk((found or [insert])[0].room):
+                break
+            found.append(insert)
+            left -= insert.count
+        return found
 
-    def has_within(self, insert: Insert, rows: int, count: int) -> bool:
-        """Whether a call computes this insert, the next one, with the next `count` rows, once `rows` are: not if its prompt is to be kept
-        before that."""
-        return insert.end <= rows + count and not any(rows < goal <= insert.begin for goal in self.goals)
-
-    def next_stop(self, least: int, own: Insert | None = None) -> int:
-        """Up to which row it is computed next, `least` at least: to where its prompt is kept, an insert begins which is not this one, or
+    def next_stop(self, least: int, own: Collection[Insert] = ()) -> int:
+        """Up to which row it is computed next, `least` at least: to where its prompt is kept, an insert begins which is none of its own, or
         all is computed."""
-        stops = [*self.goals, *(insert.begin for insert in self.inserts if insert is not own)]
+        stops = [*self.goals, *(insert.begin for insert in self.inserts if insert not in own)]
         return min((stop for stop in stops if stop >= least), default=self.goal)
 
     def outside(self, row: int) -> int:

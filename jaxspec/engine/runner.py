@@ -22,6 +22,7 @@ from jaxspec.engine.buckets import Buckets, padded, parts_end, prefill_rows, sma
 from jaxspec.engine.call import Call
 from jaxspec.engine.device_clock import Compiling, Times
 from jaxspec.engine.drafting import Drafting
+from jaxspec.engine.inserts import in_turn
 from jaxspec.engine.program_choice import NextRows, ProgramChoice
 from jaxspec.engine.program_kinds import Admit, Fork, Program, Score, padding
 from jaxspec.engine.programs import Programs
@@ -193,10 +194,7 @@ class Runner:
         # The first part of each request comes first: the report is read there.
         parts = [(each, 0) for each in some]
         parts += [(each, at) for each in some for at in range(program.chunk, each.rows, program.chunk)]
-        values = [
-            (each.goal, each.request.length, at, each.computed, *((0, 0, 0) if (insert := each.insert) is None else insert.place))
-            for each, at in parts
-        ]
+        values = [(each.goal, each.request.length, at, each.computed, *each.places) for each, at in parts]
         columns = self._columns([each.request for each, _ in parts], program.size, *zip(*values, strict=True))
         report = self.programs.run(program, columns, *self._inserted(some, program.size))
         reached = [each for each in some if each.computed + each.rows == each.goal]
@@ -213,9 +211,9 @@ class Runner:
         )
 
     def _inserted(self, some: Sequence[NextRows], size: int) -> list[Any]:
-        """The rows of the insert of each, [room, H], where the programs run, and any for the others of `size` parts; none without
+        """The rows of the inserts of each, [room, H], where the programs run, and any for the others of `size` parts; none without
         inserts."""
-        found, here = [each.insert.rows() for each in some if each.insert is not None], set(self.programs.devices)
+        found, here = [in_turn(each.inserts) for each in some if each.inserts], set(self.programs.devices)
         found = [rows if isinstance(rows, jax.Array) and rows.devices() == here else np.asarray(rows) for rows in found]
         return found + found[:1] * (size - len(found))
 

@@ -60,10 +60,11 @@ class Rows:
 
 @struct.dataclass
 class Inserted:
-    """An image, or a part of a sound, among the rows of each of B sequences: all its rows, or none.
+    """Images, frames of videos, and parts of sounds among the rows of each of B sequences, at most S: all rows of each.
 
-    rows: [B, R, H], what stands in place of embeddings. begin: [B] int32, the position of the first. count: [B] int32, how many of the R
-    are its; 0 for none. together: [B] bool, whether they see one another in targets that let images do so.
+    rows: [B, R, H], what stands in place of embeddings, of one after the other. begin: [B, S] int32, the position of the first row of each.
+    count: [B, S] int32, how many rows it has; 0 for none. together: [B, S] bool, whether these see one another in targets that let images
+    do so.
     """
 
     rows: jax.Array
@@ -73,13 +74,20 @@ class Inserted:
 
     def at(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which of the positions [B, T] are such rows, and what stands there, [B, T, H]; for the others anything."""
-        place = positions - self.begin[:, None]
-        return (place >= 0) & (place < self.count[:, None]), take_rows(self.rows, jnp.clip(place, 0, self.rows.shape[1] - 1))
+        place, within = self._places(positions)
+        row = jnp.sum(jnp.where(within, place + (jnp.cumsum(self.count, axis=1) - self.count)[:, None, :], 0), axis=2)
+        return jnp.any(within, axis=2), take_rows(self.rows, jnp.clip(row, 0, self.rows.shape[1] - 1))
 
     def through(self, positions: jax.Array) -> jax.Array:
         """Up to which position the rows at these see keys, where images see one another: [B, T] int32."""
-        together = self.at(positions)[0] & self.together[:, None]
-        return jnp.where(together, (self.begin + self.count - 1)[:, None], positions)
+        last = (self.begin + self.count - 1)[:, None, :]
+        together = self._places(positions)[1] & self.together[:, None, :]
+        return jnp.max(jnp.where(together, last, positions[:, :, None]), axis=2)
+
+    def _places(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of each position and each of the S: which of its rows that is, and whether it is one. [B, T, S]"""
+        place = positions[:, :, None] - self.begin[:, None, :]
+        return place, (place >= 0) & (place < self.count[:, None, :])
 
 
 @struct.dataclass

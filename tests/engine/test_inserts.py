@@ -20,7 +20,7 @@ from jaxspec import SamplingParams
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.buckets import Buckets
-from jaxspec.engine.inserts import Inserts
+from jaxspec.engine.inserts import Inserts, in_turn
 from jaxspec.engine.learn import Learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.runner import Runner
@@ -131,7 +131,7 @@ def first_token(*parts):
 def after_block(model, cache, ids, start, count, rows):
     """What the target chooses after a block of one sequence, whose rows those of an image may be, and the cache."""
     cache, _ = paged.reserve(cache, 0 * count, start + count, ids.shape[1])
-    inserted = None if rows is None else Inserted(rows, start, count, count > 0)
+    inserted = None if rows is None else Inserted(rows, start[:, None], count[:, None], count[:, None] > 0)
     out, cache = model(Rows(ids, start, count, 0 * count, inserted=inserted), cache)
     return jnp.argmax(model.unembed(out.hidden)[0, count[0] - 1]), cache
 
@@ -259,6 +259,23 @@ def test_a_drafter_that_learns_skips_texts_with_images(monkeypatch):
     monkeypatch.setattr(llm._serving, "learning", learning)
     llm.generate([asked(*PROMPTS[0]), {"prompt_token_ids": WORDS[1]}], GREEDY)
     assert taken == [len(WORDS[1])]
+
+
+def test_images_that_fit_share_a_call(monkeypatch):
+    """Up to four of a prompt, as far as a call has room for their rows."""
+    llm, shared = llm_of(NGram), []
+
+    def counted(inserts):
+        shared.append([insert.count for insert in inserts])
+        return in_turn(inserts)
+
+    monkeypatch.setattr("jaxspec.engine.runner.in_turn", counted)
+    few, many = [Drawn(900 + i, 2) for i in range(5)], [Drawn(910, 7), Drawn(911, 6), Drawn(912, 5), Drawn(913, 1)]
+    for images, calls in ((few, [[2, 2, 2, 2], [2]]), (many, [[7], [6, 5, 1]])):
+        shared.clear()
+        prompt = [part for image in images for part in (image, WORDS[3])]
+        assert llm.generate(asked(*prompt), GREEDY)[0].token_ids[0] == first_token(*prompt)
+        assert shared == calls
 
 
 def test_samples_of_a_prompt_with_an_image():

@@ -36,7 +36,7 @@ def test_rows_of_an_image_by_kernels_and_by_xla(name):
         start, inserted = jnp.full(1, at, jnp.int32), None
         if image:  # behind twenty tokens, and before others
             rows = jax.random.normal(next(keys), (1, 280, config.hidden_size), jnp.bfloat16)
-            inserted = Inserted(rows, start + 20, jnp.full(1, 266, jnp.int32), jnp.ones(1, bool))
+            inserted = Inserted(rows, start[:, None] + 20, jnp.full((1, 1), 266, jnp.int32), jnp.ones((1, 1), bool))
         (xla, auto), after = call(target, cache, ids, start, inserted)
         assert jnp.max(jnp.abs(xla - auto)) <= LIMIT * jnp.max(jnp.abs(xla))
         if image and config.use_bidirectional_attention:

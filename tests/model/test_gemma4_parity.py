@@ -262,7 +262,8 @@ def test_what_is_computed_of_the_last_row_alone(member: str, images: bool, wante
     block = jnp.stack([jnp.asarray(np.resize(ids[b, start[b] :], CHUNK), jnp.int32) for b in (0, 1, 0)])
     cache, _ = paged.reserve(cache, SLOT_IDS, start + count, CHUNK)
     drawn = jnp.asarray(np.random.default_rng(3).normal(size=(3, 6, target.config.hidden_size)), jnp.float32)
-    inserted = Inserted(drawn, start + count - jnp.asarray([5, 8, 0]), jnp.asarray([5, 6, 0]), jnp.ones(3, bool)) if images else None
+    places = (x[:, None] for x in (start + count - jnp.asarray([5, 8, 0]), jnp.asarray([5, 6, 0]), jnp.ones(3, bool)))
+    inserted = Inserted(drawn, *places) if images else None
     run, rows = jax.jit(gemma4.Gemma4.__call__, static_argnames="wanted"), Rows(block, start, count, SLOT_IDS, inserted=inserted)
     (out, every), (found, kept) = (run(target, rows, cache, wanted=of) for of in ("all", wanted))
     if wanted == "last":

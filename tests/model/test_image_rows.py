@@ -101,7 +101,7 @@ def test_logits_after_images_are_transformers_own(member, cuts):
         if first is not None:
             (begin, count), rows = IMAGES[first], np.full((1, 22, config.hidden_size), 9.0, np.float32)
             rows[0, :count] = images[first]
-            inserted = Inserted(rows, np.asarray([begin], np.int32), np.asarray([count], np.int32), np.ones(1, bool))
+            inserted = Inserted(rows, np.asarray([[begin]], np.int32), np.asarray([[count]], np.int32), np.ones((1, 1), bool))
         block = np.full((1, width), 7, np.int32)
         block[0, : end - at] = ids[at:end]
         logits, cache, ok = call(target, cache, block, np.asarray([at], np.int32), np.asarray([end - at], np.int32), inserted)
@@ -124,7 +124,7 @@ def test_rows_of_an_image_see_those_after_them_only_where_the_config_says_so():
             shown = images[0].copy()[None]
             shown[0, -1] = last
             one = jnp.ones(1, jnp.int32)
-            inserted = Inserted(shown, 0 * one, count * one, one != 0)
+            inserted = Inserted(shown, 0 * one[:, None], count * one[:, None], one[:, None] != 0)
             rows = Rows(jnp.asarray(ids[None, begin : begin + count], jnp.int32), 0 * one, count * one, 0 * one, inserted=inserted)
             hidden.append(target(rows, None)[0].hidden[0])
         assert (np.abs(hidden[0][0] - hidden[1][0]).max() > 1e-3) == sees
