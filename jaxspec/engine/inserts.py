@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -252,8 +253,13 @@ class Inserts:
 
     def warmup(self) -> None:
         """Compiles what computes rows, on another thread, where no interrupt cuts it short."""
+
+        def warm(tower: Tower) -> None:
+            for rows, room in itertools.product(tower.warmup(), self._rooms):
+                _in_turn([_cut(rows, 0, room)] * TOGETHER, np.zeros(TOGETHER, np.int32))
+
         for tower in self.towers.values():
-            begun(self._computing, lambda tower=tower: [_cut(rows, 0, room) for rows in tower.warmup() for room in self._rooms]).result()
+            begun(self._computing, functools.partial(warm, tower)).result()
 
     def close(self) -> None:
         for pool in (self._decoding, self._computing):
