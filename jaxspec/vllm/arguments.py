@@ -67,13 +67,13 @@ TUNING = frozenset(
     language_model_only load_format logits_processor_pattern long_prefill_token_threshold lora_dtype
     mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype max_cpu_loras max_cudagraph_capture_size max_logprobs
     max_long_partial_prefills max_lora_rank max_loras max_num_batched_tokens max_num_partial_prefills max_parallel_loading_workers
-    max_seq_len_to_capture media_io_kwargs mm_encoder_attn_backend mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type
+    max_seq_len_to_capture mm_encoder_attn_backend mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type
     mm_shm_cache_max_object_size_mb model_impl model_loader_extra_config moe_backend num_gpu_blocks_override
     num_lookahead_slots num_scheduler_steps observability_config optimization_level otlp_traces_endpoint performance_mode
     preemption_mode prefix_caching_hash_algo profiler_config pt_load_map_location ray_workers_use_nsight reasoning_parser
     reasoning_parser_plugin safetensors_load_strategy scheduler_cls scheduler_delay_factor scheduling_policy served_model_name
     show_hidden_metrics_for_version skip_mm_profiling stream_interval swap_space tokenizer_mode tokenizer_pool_size
-    trust_remote_code use_tqdm_on_load use_v2_block_manager video_pruning_rate worker_cls worker_extension_cls
+    trust_remote_code use_tqdm_on_load use_v2_block_manager worker_cls worker_extension_cls
     """.split()
 )
 _TEXT = "a target generates text"
@@ -103,6 +103,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "calculate_kv_scales": ((False, None), "a cache of float8 has the checkpoint's scales, or 1"),
     "logprobs_mode": (("raw_logprobs", None), "log-probabilities are the model's own, before temperature and filters"),
     "kv_transfer_config": ((None,), "prompts and steps run on the same devices"),
+    "video_pruning_rate": ((None, 0, 0.0), "all tokens of the frames of a video are read"),
     "enable_prompt_embeds": ((False, None), "a prompt is made of tokens"),
     "enable_return_routed_experts": ((False, None), "results have texts, tokens and log-probabilities"),
     "speculative_model": ((None,), "it belongs into speculative_config, as 'model'"),
@@ -217,10 +218,11 @@ def mesh_of(tensor: Any, data: Any) -> Any:
     return None if tensor == data == 1 else sharding.mesh(data=data, tensor=tensor)
 
 
-def media_of(limits: Any, processing: Any) -> dict[str, bool | int]:
+def media_of(limits: Any, processing: Any, reading: Any) -> dict[str, bool | int]:
     """`images`, `videos` and `audio` of `load`: prompts have some if `limits`, vLLM's limit_mm_per_prompt, allow any, or, of images, if
-    `processing`, its mm_processor_kwargs, says how they are prepared. Raises TypeError or ValueError."""
-    for name, given in (("limit_mm_per_prompt", limits), ("mm_processor_kwargs", processing)):
+    `processing`, its mm_processor_kwargs, says how they are prepared. reading: its media_io_kwargs, which say how many frames of a video
+    are read. Raises TypeError or ValueError."""
+    for name, given in (("limit_mm_per_prompt", limits), ("mm_processor_kwargs", processing), ("media_io_kwargs", reading)):
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{name} is {given!r}, expected a dict")
     wanted = dict(processing or {})
@@ -228,13 +230,25 @@ def media_of(limits: Any, processing: Any) -> dict[str, bool | int]:
     if wanted:
         raise ValueError(f"mm_processor_kwargs has {sorted(wanted)[0]!r}, which cannot be served; expected 'max_soft_tokens'")
 
+    by_kind = dict(reading or {})
+    of_video = dict(by_kind.pop("video", None) or {})
+    frames = of_video.pop("num_frames", None)
+    others = [f"['video'][{name!r}]" for name in of_video] + [f"[{kind!r}]" for kind, given in by_kind.items() if given]
+    if others:
+        raise ValueError(f"media_io_kwargs{others[0]} cannot be served; expected {{'video': {{'num_frames': 32}}}} and the like")
+
     def allowed(kind: str, default: int = 0) -> bool:
         count = (limits or {}).get(kind, default)
         count = count.get("count", 1) if isinstance(count, Mapping) else count
         return integer(f"limit_mm_per_prompt[{kind!r}]", count, 0) > 0
 
     tokens = True if most is None else integer("mm_processor_kwargs['max_soft_tokens']", most, 1)
-    return {"images": allowed("image", 0 if most is None else 1) and tokens, "videos": allowed("video"), "audio": allowed("audio")}
+    seen = True if frames is None else integer("media_io_kwargs['video']['num_frames']", frames, 1)
+    return {
+        "images": allowed("image", 0 if most is None else 1) and tokens,
+        "videos": allowed("video") and seen,
+        "audio": allowed("audio"),
+    }
 
 
 def structure_of(config: Mapping[str, Any] | None) -> tuple[dict[str, bool], list[str]]:

@@ -67,10 +67,11 @@ class LLM:
     generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm", by
     which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
     "disable_any_whitespace" and "disable_additional_properties" hold for all requests. chat_template: a template, or a file of one, in
-    place of the checkpoint's. limit_mm_per_prompt, mm_processor_kwargs: prompts may have images, sounds and videos, any number of them, if
-    the former allows some, as {"image": 1, "audio": 1} does; the latter may have "max_soft_tokens". enable_lora: calls may have a
-    lora_request. Where it is another than the last one, its adapter is merged into the model's weights, which are read again.
-    enable_prefix_caching: prompts that begin alike are computed once whatever it says. enable_sleep_mode: `sleep` works whatever it says.
+    place of the checkpoint's. limit_mm_per_prompt: prompts may have images, sounds and videos, any number of them, if it allows some, as
+    {"image": 1, "audio": 1} does. mm_processor_kwargs may have "max_soft_tokens", of an image at most, and media_io_kwargs may be
+    {"video": {"num_frames": 32}}, of a video at most. enable_lora: calls may have a lora_request. Where it is another than the last one,
+    its adapter is merged into the model's weights, which are read again. enable_prefix_caching: prompts that begin alike are computed once
+    whatever it says. enable_sleep_mode: `sleep` works whatever it says.
 
     others: more arguments of vLLM. Those that only tune it are accepted, and a warning names them. Raises ValueError, with the reason,
     for one that cannot be served; TypeError, with the nearest name, for one that vLLM has not; and what `load` raises.
@@ -102,6 +103,7 @@ class LLM:
         chat_template: str | os.PathLike[str] | None = None,
         limit_mm_per_prompt: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
         enable_lora: bool | None = False,
         enable_sleep_mode: bool | None = False,
         **others: Any,
@@ -123,7 +125,7 @@ class LLM:
         self._structure, unread = arguments.structure_of(structured_outputs_config)
         mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
         quantize = arguments.quantize_of(model, quantization, hub)
-        media = arguments.media_of(limit_mm_per_prompt, mm_processor_kwargs)
+        media = arguments.media_of(limit_mm_per_prompt, mm_processor_kwargs, media_io_kwargs)
         unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
         unheard += [f"override_generation_config[{name!r}]" for name in overrides if name not in GENERATION]
         arguments.tell_without_effect([*tuning, *ignored, *unread, *unheard])

@@ -257,8 +257,18 @@ def test_a_batch_and_a_script_for_vllm(film, tmp_path):
     assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *options]) == 0
     assert json.loads(Path(tmp_path / "out.jsonl").read_text())["token_ids"] == wanted
     sizes = {"max_model_len": 512, "max_num_seqs": 2, "mm_processor_kwargs": {"max_soft_tokens": 70}}
-    llm = vllm.LLM(str(saved("plain")[1]), limit_mm_per_prompt={"video": 1, "image": 1}, **sizes)
-    frames = {"prompt": "<unused8>", "multi_modal_data": {"video": (clip(3, 3), {"fps": 1.0, "do_sample_frames": False})}}
+    frames_read = {"video": {"num_frames": FRAMES}}
+    llm = vllm.LLM(str(saved("plain")[1]), limit_mm_per_prompt={"video": 1, "image": 1}, media_io_kwargs=frames_read, **sizes)
+    frames = {"prompt": "<unused8>", "multi_modal_data": {"video": (clip(3, 7), {"fps": 1.0, "do_sample_frames": False})}}
     params = vllm.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (found,) = llm.generate(frames, params, use_tqdm=False)
     assert found.outputs[0].token_ids == loaded("plain").generate(frames, GREEDY)[0].token_ids
+    for reading, words in (
+        ({"video": {"fps": 2}}, r"media_io_kwargs\['video'\]\['fps'\] cannot be served; expected {'video': {'num_frames': 32}}"),
+        ({"image": {"rgba_background_color": [0, 0, 0]}}, r"media_io_kwargs\['image'\] cannot be served"),
+        ({"video": {"num_frames": -1}}, r"media_io_kwargs\['video'\]\['num_frames'\] is -1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            vllm.LLM(str(saved("plain")[1]), media_io_kwargs=reading)
+    with pytest.raises(ValueError, match="video_pruning_rate is 0.5"):
+        vllm.LLM(str(saved("plain")[1]), video_pruning_rate=0.5)
