@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import io
 import numbers
 import os
@@ -22,7 +23,7 @@ from jaxspec.audio.config import AudioConfig, TowerConfig, audio_config
 from jaxspec.audio.features import SAMPLING_RATE, Frames, Mel, read_features
 from jaxspec.checkpoint.files import AUDIO
 from jaxspec.checks import type_name
-from jaxspec.media.files import file_in, name_of, read_from, reason_of
+from jaxspec.media.files import explained, file_in, name_of, read_from
 from jaxspec.media.tower import AHEAD, KEPT, Media, Prepared, jitted
 
 # Rows of a sound that calls have room for: of ten seconds, and of thirty. In the 12B, longer ones are computed in parts.
@@ -33,6 +34,7 @@ EXPECTED = (
     f"expected an array of samples [n] of floats, {SAMPLING_RATE:,} a second, (samples, rate), a dataset's cell, "
     "the path or the bytes of a sound file, or a URL that begins with data:, file://, http:// or https://"
 )
+_explained = functools.partial(explained, kind="a sound", expected=EXPECTED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,17 +145,6 @@ def _opened(data: Any) -> Iterator[Any]:
         os.stat(data)  # which says more about a file that is not there
     with soundfile.SoundFile(data if isinstance(data, str) else io.BytesIO(data)) as found:
         yield found
-
-
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Raises ValueError, with the name of a sound, in place of what soundfile and others raise where they cannot read it."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{name} cannot be read as a sound: {reason_of(error)}; {EXPECTED}") from error
 
 
 class Sounds(Media):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import contextlib
 import os
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from jaxspec.checks import type_name
@@ -49,6 +50,18 @@ def name_of(file: Any) -> str | None:
 def reason_of(error: Exception) -> str:
     """What an error says, without the name of a file, which may be long or the address of an object."""
     return getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error) or type_name(error)
+
+
+@contextlib.contextmanager
+def explained(name: str, kind: str, expected: str, reason: Callable[[Exception], str] = reason_of) -> Iterator[None]:
+    """Raises ValueError that says that `name` cannot be read as a `kind`, and why, in place of what readers raise: they raise whatever they
+    come upon in a broken file."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name} cannot be read as {kind}: {reason(error)}; {expected}") from error
 
 
 def read_from(file: Any, kind: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxspec.checkpoint.files import IMAGES
 from jaxspec.checks import type_name
-from jaxspec.media.files import file_in, name_of, read_from, reason_of
+from jaxspec.media.files import explained, file_in, name_of, read_from, reason_of
 from jaxspec.media.tower import AHEAD, KEPT, Media, Prepared, jitted
 from jaxspec.vision import gemma4_tower, unified_embedder
 from jaxspec.vision.config import TowerConfig, VisionConfig, vision_config
@@ -73,19 +74,14 @@ def opened(image: Any) -> Any:
         return turned if turned.mode == "RGB" else turned.convert("RGB")
 
 
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Raises ValueError, with the name of an image, in place of what Pillow and others raise where they cannot read it."""
+def _reason(error: Exception) -> str:
+    """What an error says. Pillow's about a file that it does not know has the address of an object."""
     from PIL import Image
 
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:  # of many types: Pillow's readers raise whatever they come upon in a broken file
-        unknown = isinstance(error, Image.UnidentifiedImageError)  # whose text has the address of an object
-        reason = "Pillow knows no such kind of image" if unknown else reason_of(error)
-        raise ValueError(f"{name} cannot be read as an image: {reason}; {EXPECTED}") from error
+    return "Pillow knows no such kind of image" if isinstance(error, Image.UnidentifiedImageError) else reason_of(error)
+
+
+_explained = functools.partial(explained, kind="an image", expected=EXPECTED, reason=_reason)
 
 
 def check_pillow() -> None:

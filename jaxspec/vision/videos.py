@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxspec.checks import integer, number, type_name
-from jaxspec.media.files import file_in, name_of, read_from, reason_of
+from jaxspec.media.files import explained, file_in, name_of, read_from
 from jaxspec.media.processor import settings_of
 from jaxspec.media.tower import Prepared, Run
 from jaxspec.vision.images import Images, opened, source_of
@@ -28,6 +29,7 @@ EXPECTED = (
     "expected the path or the bytes of a video file, a URL that begins with data:, file://, http:// or https://, an array [frames, height, "
     "width, 3] of uint8, a list of images, or such frames with a dict of 'fps'"
 )
+_explained = functools.partial(explained, kind="a video", expected=EXPECTED)
 # Of a dict beside frames, as vLLM and transformers have it.
 METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "width", "height", "video_backend", "do_sample_frames")
 
@@ -205,17 +207,6 @@ def _container(data: Any) -> Iterator[Any]:
         if not container.streams.video:
             raise ValueError("it has no video stream")
         yield container
-
-
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Raises ValueError, with the name of a video, in place of what PyAV and others raise where they cannot read it."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:  # of many types: FFmpeg's readers raise whatever they come upon in a broken file
-        raise ValueError(f"{name} cannot be read as a video: {reason_of(error)}; {EXPECTED}") from error
 
 
 def _apart(video: Any) -> tuple[Any, Mapping[str, Any]]:
