@@ -203,7 +203,9 @@ def check_av() -> None:
 def _container(data: Any) -> Iterator[Any]:
     import av
 
-    with av.open(io.BytesIO(data) if isinstance(data, bytes | bytearray | memoryview) else data) as container:
+    # With its protocol, or FFmpeg takes what stands before a colon in a file's name for one, and asks servers, which may never answer.
+    file = f"file:{data}" if isinstance(data, str) else io.BytesIO(data)
+    with av.open(file) as container:
         if not container.streams.video:
             raise ValueError("it has no video stream")
         yield container

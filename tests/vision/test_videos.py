@@ -164,6 +164,17 @@ def test_a_video_that_is_turned(film, monkeypatch):
     assert pixels.shape[0] > pixels.shape[1] and videos.count(source) == 3 * pixels.size // 3 // 12**2
 
 
+def test_a_name_with_a_colon_is_that_of_a_file(film, tmp_path, monkeypatch):
+    videos, (path, _) = loaded("plain")._inserts.towers["video"], film
+    monkeypatch.chdir(tmp_path)
+    for name in ("2026-11-30T12:30.mp4", "tcp:hall.mp4"):
+        shutil.copy(path, name)
+        assert videos.source(name).times == videos.source(path).times
+    for name in ("tcp://127.0.0.1:9/film.mp4", "concat:2026-11-30T12:30.mp4"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot be read as a video: No such file"):
+            videos.source(name)
+
+
 def test_what_cannot_be_read_is_refused_at_the_door(film, tmp_path):
     llm, (path, _) = loaded("plain"), film
     (tmp_path / "text.mp4").write_text("no video")
