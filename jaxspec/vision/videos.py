@@ -153,7 +153,7 @@ class Videos:
         """The frames of a video. Argument and errors are those of `source`, and ValueError for a damaged file."""
         source = self.source(video)
         with _explained(source.name):
-            images = map(opened, source.data) if isinstance(source.data, list) else _frames(source.data, source.places)
+            images = map(opened, source.data) if isinstance(source.data, list) else _frames(source)
             return [Prepared.of(self.images.preprocessing.resized(image)) for image in images]
 
     def rows(self, prepared: Prepared) -> jax.Array:
@@ -171,23 +171,24 @@ def spread(count: int, most: int) -> list[int]:
     return [i * count // number for i in range(number)]
 
 
-def _frames(data: Any, places: Sequence[int]) -> Iterator[Any]:
-    """The frames of a file at these places, as PIL images in RGB. Raises ValueError for a file that ends before."""
-    wanted, last, count = set(places), places[-1], 0
-    with _container(data) as container:
+def _frames(source: Source) -> Iterator[Any]:
+    """The frames of a file that are read, as PIL images in RGB. Raises ValueError for a file that ends before."""
+    wanted, last, count = set(source.places), source.places[-1], 0
+    with _container(source.data) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         for count, frame in enumerate(container.decode(stream), 1):
             if count - 1 in wanted:
-                yield _turned(frame)
+                yield _turned(frame, *source.sizes[0])
             if count > last:
                 return
     raise ValueError(f"it ends after {count} frames; expected {last + 1} at least")
 
 
-def _turned(frame: Any) -> Any:
-    """A frame of PyAV's as a PIL image in RGB, turned as its file says."""
-    image = frame.to_image()
+def _turned(frame: Any, width: int, height: int) -> Any:
+    """A frame of PyAV's as a PIL image in RGB, turned as its file says. width, height: of the file's first frames; those of later ones may
+    be others, as in a recorded call."""
+    image = frame.to_image(width=width, height=height)
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 

@@ -155,10 +155,21 @@ def test_files_of_other_kinds(name, codec, tmp_path):
     np.testing.assert_allclose(means, [0, 60, 120], atol=4)
 
 
+def test_frames_that_change_their_size(tmp_path):
+    """As in a recorded call, whose picture gets larger. All have as many rows as the prompt has tokens for them."""
+    videos = loaded("plain")._inserts.towers["video"]
+    parts = [np.full((3, *size, 3), grey, np.uint8) for size, grey in (((32, 48), 40), ((64, 64), 200))]
+    files = [encoded(tmp_path / f"{i}.mjpeg", part, codec="mjpeg", pixels="yuvj420p") for i, part in enumerate(parts)]
+    source = videos.source(b"".join(file.read_bytes() for file in files))
+    decoded = [frame.data for frame in videos.decoded(source)]
+    assert [frame.shape for frame in decoded] == [(72, 120, 3)] * 3 and videos.count(source) == 3 * 72 * 120 // 12**2
+    np.testing.assert_allclose([frame.mean() for frame in decoded], [40, 40, 200], atol=4)
+
+
 def test_a_video_that_is_turned(film, monkeypatch):
     """As telephones write them: the file says by how much its frames are to be turned."""
     videos, (path, _) = loaded("plain")._inserts.towers["video"], film
-    monkeypatch.setattr("jaxspec.vision.videos._turned", lambda frame: frame.to_image().rotate(90, expand=True))
+    monkeypatch.setattr("jaxspec.vision.videos._turned", lambda frame, *_: frame.to_image().rotate(90, expand=True))
     source = videos.source(path)
     pixels = videos.decoded(source)[1].data
     assert pixels.shape[0] > pixels.shape[1] and videos.count(source) == 3 * pixels.size // 3 // 12**2
