@@ -24,6 +24,7 @@ from jaxspec.vision.preprocessing import read_preprocessing
 FRAMES, SOFT_TOKENS = 32, 70  # of a video, and of a frame, where the checkpoint says nothing
 TOKEN_ID = 258_884  # where config.json says nothing
 FPS = 24.0  # of frames that come without, as transformers has it
+LEAST_FPS = 1e-6  # with which no frame's number makes a time too long to be written
 PART = "video_processor"
 EXPECTED = (
     "expected the path or the bytes of a video file, a URL that begins with data:, file://, http:// or https://, an array [frames, height, "
@@ -110,7 +111,7 @@ class Videos:
             raise ValueError("it is not [frames, height, width, 3] of uint8")
         if not len(video):
             raise ValueError("it has no frames")
-        rate = number("fps", FPS if metadata.get("fps") is None else metadata["fps"], 0, above=True)
+        rate = number("fps", FPS if metadata.get("fps") is None else metadata["fps"], LEAST_FPS)
         known = metadata.get("frames_indices")
         known = range(len(video)) if known is None else [integer("frames_indices", place, 0) for place in known]
         if len(known) != len(video):
@@ -125,6 +126,7 @@ class Videos:
         with _container(data) as container:
             stream = container.streams.video[0]
             count, rate = stream.frames or sum(packet.size > 0 for packet in container.demux(stream)), stream.average_rate
+            rate = 1 if rate is None and count == 1 else rate  # a GIF of one picture has none
             size = stream.width, stream.height
         if not count or not rate or not all(size):
             raise ValueError(f"it has {count} frames of {size[0]} x {size[1]} pixels at a rate of {rate}")
@@ -209,6 +211,8 @@ def _container(data: Any) -> Iterator[Any]:
     with av.open(file) as container:
         if not container.streams.video:
             raise ValueError("it has no video stream")
+        if container.streams.video[0].codec_context is None:
+            raise ValueError("FFmpeg knows no decoder for it")
         yield container
 
 

@@ -155,6 +155,14 @@ def test_files_of_other_kinds(name, codec, tmp_path):
     np.testing.assert_allclose(means, [0, 60, 120], atol=4)
 
 
+@pytest.mark.parametrize("name", ["a.gif", "a.png", "a.jpg"])
+def test_a_picture_is_a_video_of_one_frame(name, tmp_path):
+    picture(1, (32, 48)).save(tmp_path / name)
+    videos = loaded("plain")._inserts.towers["video"]
+    source = videos.source(tmp_path / name)
+    assert source.times == [0] and [frame.data.shape for frame in videos.decoded(source)] == [(72, 120, 3)]
+
+
 def test_frames_that_change_their_size(tmp_path):
     """As in a recorded call, whose picture gets larger. All have as many rows as the prompt has tokens for them."""
     videos = loaded("plain")._inserts.towers["video"]
@@ -195,15 +203,21 @@ def test_what_cannot_be_read_is_refused_at_the_door(film, tmp_path):
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 160), np.int16), format="s16", layout="mono")
         sound.sample_rate = 16000
         container.mux(stream.encode(sound))
+    unknown, long = path.read_bytes().replace(b"mp4v", b"zzzz").replace(b"esds", b"zzzz"), bytearray(path.read_bytes())
+    at = long.index(b"stts") + 8  # how many entries of times it has
+    long[at : at + 4] = b"\x7f\xff\xff\xf0"
     for video, error, words in (
         (str(tmp_path / "none.mp4"), ValueError, "prompt 0: '.*none.mp4' cannot be read as a video: No such file"),
         (tmp_path / "text.mp4", ValueError, "cannot be read as a video: Invalid data"),
         (silent, ValueError, "it has no video stream"),
+        (unknown, ValueError, "bytes cannot be read as a video: FFmpeg knows no decoder for it"),
+        (long, ValueError, "bytes cannot be read as a video: Cannot allocate memory"),
         (7, TypeError, "a video is of type int; expected the path"),
         (clip(1, 4).astype(np.float32), ValueError, r"an array \[4, 24, 36, 3\] of float32 cannot be read as a video: it is not"),
         (clip(1, 0), ValueError, "it has no frames"),
         ((clip(1, 4), {"rate": 3}), ValueError, "the metadata of a video have 'rate'; expected some of 'fps'"),
         ((clip(1, 4), {"fps": 0}), ValueError, "fps is 0"),
+        ((clip(1, 4), {"fps": 1e-320}), ValueError, "fps is 1e-320, expected a finite number of at least 1e-06"),
         ((clip(1, 4), {"frames_indices": [1, 2]}), ValueError, "it has 4 frames and 2 frames_indices"),
         ((str(path), {"fps": 3}), ValueError, "a file says itself at which rate"),
     ):
