@@ -65,8 +65,8 @@ class Fetches:
 
     def begin_medium(self, given: Any) -> Any:
         """A medium, or several, on their way. OpenAI's {"url": ...} is one too."""
-        if isinstance(given, Mapping):
-            return {**given, "url": self.begin_medium(given["url"])} if "url" in given else given
+        if isinstance(given, Mapping):  # transformers' VideoMetadata is one, and raises AttributeError for what it does not have
+            return {**given, "url": self.begin_medium(given["url"])} if "url" in list(given) else given
         if type(given) in (list, tuple) and are_several(given):
             return type(given)(map(self.begin_medium, given))
         if not is_remote(given) or isinstance(given, Coming):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from media_oracle import after, logprobs, picture, same
+from transformers.video_utils import VideoMetadata
 from vision_oracle import IMAGE, VIDEO
 from vision_oracle import in_prompts as saved
 
@@ -108,6 +109,7 @@ def test_a_conversation_with_a_video_in_every_form(film):
         {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}},
         {"type": "video", "video": path.read_bytes()},
         {"type": "video", "video": (frames, {"fps": 5, "frames_indices": [0, 13, 26]})},
+        {"type": "video", "video": (frames, VideoMetadata(total_num_frames=40, fps=5, frames_indices=[0, 13, 26]))},
     ]
     answers = []
     for form in forms:
