@@ -85,8 +85,8 @@ class Maker:
         self._check_ids(index, params)
         if placed.inserts and (params.prompt_logprobs is not None or not -1 < (params.logprobs or 0) <= MAX_LOGPROBS):
             raise ValueError(
-                f"prompt {index} has images or sounds, of which prompt_logprobs and more than {MAX_LOGPROBS} logprobs cannot be served: "
-                "these take a pass over its tokens alone"
+                f"prompt {index} has images, sounds or videos, of which prompt_logprobs and more than {MAX_LOGPROBS} logprobs cannot be "
+                "served: these take a pass over its tokens alone"
             )
         own_ends = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*own_ends, *params.stop_token_ids)))

@@ -172,7 +172,7 @@ def test_what_cannot_be_read_is_refused_at_the_door(tmp_path):
         llm.generate({"prompt": "<audio>?", "multi_modal_data": {"audio": heard}})
     with pytest.raises(ValueError, match=r"prompt 0: an array \[488000\] of float32 lasts 30.5000 seconds; the tower hears 30 at most"):
         llm.generate({"prompt": "<unused8>", "multi_modal_data": {"audio": audio_oracle.sound(30.5)}})
-    with pytest.raises(ValueError, match="prompt 0 has images or sounds, of which prompt_logprobs"):
+    with pytest.raises(ValueError, match="prompt 0 has images, sounds or videos, of which prompt_logprobs"):
         llm.generate({"prompt": "<unused8>", "multi_modal_data": {"audio": heard}}, SamplingParams(prompt_logprobs=1))
     with pytest.raises(TypeError, match="audio is 1, expected True or False"):
         jaxspec.load(saved("plain")[1], audio=1)

@@ -335,7 +335,7 @@ def test_what_cannot_be_read_is_refused_by_name():
         llm.generate({"prompt_token_ids": [*ids, *ids], "multi_modal_data": {"image": [image, Drawn(2, 10**13)]}})
     for logprobs in ({"prompt_logprobs": 1}, {"logprobs": -1}, {"logprobs": 50}):
         with pytest.raises(
-            ValueError, match="prompt 0 has images or sounds, of which prompt_logprobs and more than 20 logprobs cannot be served"
+            ValueError, match="prompt 0 has images, sounds or videos, of which prompt_logprobs and more than 20 logprobs cannot be served"
         ):
             llm.generate(asked(*PROMPTS[0]), SamplingParams(**logprobs))
     with pytest.raises(ValueError, match="'multi_modal_data', which cannot be served: .*images=True"):
