@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -125,7 +126,7 @@ class Videos:
         """Frames of a file, given by its path or its bytes."""
         with _container(data) as container:
             stream = container.streams.video[0]
-            count, rate = stream.frames or sum(packet.size > 0 for packet in container.demux(stream)), stream.average_rate
+            count, rate = _length(container, stream), stream.average_rate
             rate = 1 if rate is None and count == 1 else rate  # a GIF of one picture has none
             size = stream.width, stream.height
         if not count or not rate or not all(size):
@@ -173,6 +174,17 @@ def spread(count: int, most: int) -> list[int]:
     return [i * count // number for i in range(number)]
 
 
+def _length(container: Any, stream: Any) -> int:
+    """How many frames a file has, without those that are decoded and not shown, as where a film was cut and not encoded anew: those that
+    its edit list leaves out, and those before the first that needs no other."""
+    if stream.frames and "mp4" in container.format.name.split(","):  # which has edit lists, and all frames in its index
+        return sum(not entry.is_discard for entry in stream.index_entries)
+    if stream.frames:
+        return stream.frames
+    packets = itertools.dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
+    return sum(packet.size > 0 for packet in packets)
+
+
 def _frames(source: Source) -> Iterator[Any]:
     """The frames of a file that are read, as PIL images in RGB. Raises ValueError for a file that ends before."""
     wanted, last, count = set(source.places), source.places[-1], 0
@@ -191,7 +203,8 @@ def _turned(frame: Any, width: int, height: int) -> Any:
     """A frame of PyAV's as a PIL image in RGB, turned as its file says. width, height: of the file's first frames; those of later ones may
     be others, as in a recorded call."""
     image = frame.to_image(width=width, height=height)
-    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+    # By quarters alone: with others a frame would have another number of rows.
+    return image if frame.rotation % 90 else image.rotate(frame.rotation, expand=True)
 
 
 def check_av() -> None:

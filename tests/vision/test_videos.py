@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import av
@@ -76,9 +77,9 @@ def test_tokens_are_those_of_transformers(kind):
     assert abs(logprobs(other)[0] - logprobs(answer)[0]) > 1e-2
 
 
-def encoded(path, frames, rate=5, codec="mpeg4", pixels="yuv420p"):
+def encoded(path, frames, rate=5, codec="mpeg4", pixels="yuv420p", options=None):
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
+        stream = container.add_stream(codec, rate=rate, options=options)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = pixels
         for frame in frames:
@@ -165,6 +166,25 @@ def test_a_picture_is_a_video_of_one_frame(name, tmp_path):
     assert source.times == [0] and [frame.data.shape for frame in videos.decoded(source)] == [(72, 120, 3)]
 
 
+@pytest.mark.parametrize(("name", "begin", "earlier"), [("cut.mp4", 0, 25), ("cut.ts", 10, 0)])
+def test_a_film_that_was_cut_and_not_encoded_anew(name, begin, earlier, tmp_path):
+    """Its file has frames before the first that is shown: an edit list leaves out 25, or it begins in the midst of a group of 20."""
+    videos, shown = loaded("plain")._inserts.towers["video"], 25 if earlier else 30
+    frames = np.repeat(np.arange(50, dtype=np.uint8) * 5, 32 * 48 * 3).reshape(50, 32, 48, 3)
+    options = {"g": "20", "keyint_min": "20", "bf": "0", "sc_threshold": "0"}
+    whole = encoded(tmp_path / "whole.mp4", frames, codec="libx264", options=options)
+    with av.open(str(whole)) as read, av.open(str(tmp_path / name), "w") as container:
+        stream = container.add_stream_from_template(read.streams.video[0])
+        for packet in list(read.demux(video=0))[begin:-1]:
+            packet.pts, packet.dts = (time - int(earlier / 5 / packet.time_base) for time in (packet.pts, packet.dts))
+            packet.stream = stream
+            container.mux(packet)
+    source = videos.source(tmp_path / name)
+    assert list(source.places) == [i * shown // FRAMES for i in range(FRAMES)]
+    means = [frame.data.mean() for frame in videos.decoded(source)]
+    np.testing.assert_allclose(means, [5 * (50 - shown + place) for place in source.places], atol=4)
+
+
 def test_frames_that_change_their_size(tmp_path):
     """As in a recorded call, whose picture gets larger. All have as many rows as the prompt has tokens for them."""
     videos = loaded("plain")._inserts.towers["video"]
@@ -176,13 +196,15 @@ def test_frames_that_change_their_size(tmp_path):
     np.testing.assert_allclose([frame.mean() for frame in decoded], [40, 40, 200], atol=4)
 
 
-def test_a_video_that_is_turned(film, monkeypatch):
-    """As telephones write them: the file says by how much its frames are to be turned."""
-    videos, (path, _) = loaded("plain")._inserts.towers["video"], film
-    monkeypatch.setattr("jaxspec.vision.videos._turned", lambda frame, *_: frame.to_image().rotate(90, expand=True))
-    source = videos.source(path)
-    pixels = videos.decoded(source)[1].data
-    assert pixels.shape[0] > pixels.shape[1] and videos.count(source) == 3 * pixels.size // 3 // 12**2
+@pytest.mark.parametrize(("matrix", "shape"), [((0, 1, -1, 0), (120, 72, 3)), ((0.7071, 0.7071, -0.7071, 0.7071), (72, 120, 3))])
+def test_a_video_that_is_turned(film, matrix, shape):
+    """As telephones write them: the file says by how much its frames are to be turned. By an eighth, they stay as they are."""
+    videos, data = loaded("plain")._inserts.towers["video"], bytearray(film[0].read_bytes())
+    a, b, c, d = (round(number * 65536) for number in matrix)
+    at = data.index(b"tkhd") + 44
+    data[at : at + 20] = struct.pack(">5i", a, b, 0, c, d)
+    source = videos.source(data)
+    assert [frame.data.shape for frame in videos.decoded(source)] == [shape] * 3 and videos.count(source) == 3 * 60
 
 
 def test_a_name_with_a_colon_is_that_of_a_file(film, tmp_path, monkeypatch):
