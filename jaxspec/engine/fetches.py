@@ -1,4 +1,4 @@
-"""Images and sounds behind URLs, fetched beside one another and ahead of the prompts that name them."""
+"""Images, sounds and videos behind URLs, fetched beside one another and ahead of the prompts that name them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fetches:
     It gives what it was given, with a `Coming` in place of the URL of one. A URL is fetched once as long as somebody holds that."""
 
     def __init__(self, kinds: Collection[str]):
-        """kinds: of the media that are read, "image" or "audio"; nothing else is fetched."""
+        """kinds: of the media that are read, "image", "audio" or "video"; nothing else is fetched."""
         self._kinds = tuple(kinds)
         self._places, self._closed = threading.Semaphore(THREADS), False
         self._coming = weakref.WeakValueDictionary[str, Coming]()
