@@ -58,9 +58,9 @@ def explained(name: str, kind: str, expected: str, reason: Callable[[Exception],
     come upon in a broken file."""
     try:
         yield
-    except MemoryError:
-        raise
     except Exception as error:
+        if isinstance(error, MemoryError) and not hasattr(error, "errno"):  # FFmpeg's may be of a length that a broken file says
+            raise
         raise ValueError(f"{name} cannot be read as {kind}: {reason(error)}; {expected}") from error
 
 
