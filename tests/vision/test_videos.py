@@ -197,14 +197,19 @@ def test_frames_that_change_their_size(tmp_path):
 
 
 @pytest.mark.parametrize(("matrix", "shape"), [((0, 1, -1, 0), (120, 72, 3)), ((0.7071, 0.7071, -0.7071, 0.7071), (72, 120, 3))])
-def test_a_video_that_is_turned(film, matrix, shape):
-    """As telephones write them: the file says by how much its frames are to be turned. By an eighth, they stay as they are."""
-    videos, data = loaded("plain")._inserts.towers["video"], bytearray(film[0].read_bytes())
+def test_a_video_that_is_turned(matrix, shape, tmp_path):
+    """As telephones write them: the file says that its frames are to be turned by a quarter to the right, so that the white on the left is
+    at the top. By an eighth, they stay as they are."""
+    frames = np.zeros((3, 32, 48, 3), np.uint8)
+    frames[:, :, :24] = 255
+    videos, data = loaded("plain")._inserts.towers["video"], bytearray(encoded(tmp_path / "film.mp4", frames).read_bytes())
     a, b, c, d = (round(number * 65536) for number in matrix)
     at = data.index(b"tkhd") + 44
     data[at : at + 20] = struct.pack(">5i", a, b, 0, c, d)
     source = videos.source(data)
-    assert [frame.data.shape for frame in videos.decoded(source)] == [shape] * 3 and videos.count(source) == 3 * 60
+    decoded = [frame.data for frame in videos.decoded(source)]
+    assert [frame.shape for frame in decoded] == [shape] * 3 and videos.count(source) == 3 * 60
+    assert all((frame[:50] if shape[0] > 100 else frame[:, :50]).mean() > 200 for frame in decoded)
 
 
 def test_a_name_with_a_colon_is_that_of_a_file(film, tmp_path, monkeypatch):
