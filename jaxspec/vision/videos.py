@@ -28,8 +28,9 @@ FPS = 24.0  # of frames that come without, as transformers has it
 LEAST_FPS = 1e-6  # with which no frame's number makes a time too long to be written
 PART = "video_processor"
 EXPECTED = (
-    "expected the path or the bytes of a video file, a URL that begins with data:, file://, http:// or https://, an array [frames, height, "
-    "width, 3] of uint8, a list of images, or such frames with a dict of 'fps'"
+    "expected the path or the bytes of a video file, a URL that begins with data:, file://, http:// or https://, a VideoDecoder of "
+    "torchcodec, an array [frames, height, width, 3] or [frames, 3, height, width] of uint8, a list of images, or such frames with a dict "
+    "of 'fps'"
 )
 _explained = functools.partial(explained, kind="a video", expected=EXPECTED)
 # Of a dict beside frames, as vLLM and transformers have it.
@@ -98,6 +99,15 @@ class Videos:
             return video
         video, metadata = _apart(video)
         video = file_in(video)
+        with _explained(f"a {type_name(video)}"):
+            if hasattr(video, "get_frames_at"):  # torchcodec's VideoDecoder, as datasets have it
+                if not video.metadata.num_frames:
+                    raise ValueError("it does not say how many frames it has")
+                places = spread(video.metadata.num_frames, self.frames)
+                metadata = {"fps": video.metadata.average_fps, "frames_indices": places}
+                video = video.get_frames_at(indices=places).data
+            if hasattr(video, "__array__"):
+                video = _on_host(video)
         name = _name(video)
         with _explained(name):
             if isinstance(video, np.ndarray | list | tuple):
@@ -109,7 +119,7 @@ class Videos:
     def _given(self, name: str, video: Any, metadata: Mapping[str, Any]) -> Source:
         """Frames of an array, or of a list of images."""
         if isinstance(video, np.ndarray) and (video.dtype != np.uint8 or video.ndim != 4 or video.shape[3] != 3):
-            raise ValueError("it is not [frames, height, width, 3] of uint8")
+            raise ValueError("it is not [frames, height, width, 3] of uint8, nor [frames, 3, height, width]")
         if not len(video):
             raise ValueError("it has no frames")
         rate = number("fps", FPS if metadata.get("fps") is None else metadata["fps"], LEAST_FPS)
@@ -237,6 +247,12 @@ def _apart(video: Any) -> tuple[Any, Mapping[str, Any]]:
     if unknown:
         raise ValueError(f"the metadata of a video have {unknown[0]!r}; expected some of {', '.join(map(repr, METADATA))}")
     return video
+
+
+def _on_host(frames: Any) -> np.ndarray:
+    """An array of any library. Colours may be its second axis, as PyTorch's have them."""
+    found = np.asarray(frames.detach().cpu() if hasattr(frames, "detach") else frames)
+    return found.transpose(0, 2, 3, 1) if found.ndim == 4 and found.shape[1] == 3 != found.shape[3] else found
 
 
 def _name(video: Any) -> str:

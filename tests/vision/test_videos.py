@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import struct
+import types
 from pathlib import Path
 
 import av
@@ -127,6 +128,25 @@ def test_a_conversation_with_a_video_in_every_form(film):
     later = llm.chat(more, GREEDY)
     assert later.num_cached_tokens >= len(ids) - 1
     assert "".join(chunk.text for chunk in llm.stream_chat(more, GREEDY)) == later.text
+
+
+def test_frames_of_other_libraries():
+    """Arrays of JAX and PyTorch, with colours as their last or second axis, and what datasets have: a decoder of torchcodec."""
+    videos, frames = loaded("plain")._inserts.towers["video"], clip(4, 10)
+    wanted = [frame.digest for frame in videos.decoded((frames, {"fps": 2}))]
+    forms = jnp.asarray(frames), torch.from_numpy(frames), torch.from_numpy(frames).permute(0, 3, 1, 2), frames.transpose(0, 3, 1, 2)
+    for form in forms:
+        source = videos.source((form, {"fps": 2}))
+        assert source.times == [0, 1.5, 3] and [frame.digest for frame in videos.decoded(source)] == wanted
+    metadata = types.SimpleNamespace(num_frames=10, average_fps=2.0)
+    decoder = types.SimpleNamespace(
+        metadata=metadata, get_frames_at=lambda indices: types.SimpleNamespace(data=torch.from_numpy(frames[indices]).permute(0, 3, 1, 2))
+    )
+    source = videos.source(decoder)
+    assert source.times == [0, 1.5, 3] and [frame.digest for frame in videos.decoded(source)] == wanted
+    metadata.num_frames = None
+    with pytest.raises(ValueError, match="a types.SimpleNamespace cannot be read as a video: it does not say how many"):
+        videos.source(decoder)
 
 
 def test_a_list_is_of_frames_or_of_videos(film):
