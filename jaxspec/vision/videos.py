@@ -137,7 +137,7 @@ class Videos:
         with _container(data) as container:
             stream = container.streams.video[0]
             count, rate = _length(container, stream), stream.average_rate
-            rate = 1 if rate is None and count == 1 else rate  # a GIF of one picture has none
+            rate = 1 if not rate and count == 1 else rate  # a GIF of one picture has none, or 0/0
             size = stream.width, stream.height
         if not count or not rate or not all(size):
             raise ValueError(f"it has {count} frames of {size[0]} x {size[1]} pixels at a rate of {rate}")
