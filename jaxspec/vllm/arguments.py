@@ -221,14 +221,16 @@ def mesh_of(tensor: Any, data: Any) -> Any:
 def media_of(limits: Any, processing: Any, reading: Any) -> dict[str, bool | int]:
     """`images`, `videos` and `audio` of `load`: prompts have some if `limits`, vLLM's limit_mm_per_prompt, allow any, or, of images, if
     `processing`, its mm_processor_kwargs, says how they are prepared. reading: its media_io_kwargs, which say how many frames of a video
-    are read. Raises TypeError or ValueError."""
+    are read, as `processing` may. Raises TypeError or ValueError."""
     for name, given in (("limit_mm_per_prompt", limits), ("mm_processor_kwargs", processing), ("media_io_kwargs", reading)):
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{name} is {given!r}, expected a dict")
     wanted = dict(processing or {})
-    most = wanted.pop("max_soft_tokens", None)
+    most, sampled = wanted.pop("max_soft_tokens", None), wanted.pop("num_frames", None)
     if wanted:
-        raise ValueError(f"mm_processor_kwargs has {sorted(wanted)[0]!r}, which cannot be served; expected 'max_soft_tokens'")
+        raise ValueError(
+            f"mm_processor_kwargs has {sorted(wanted)[0]!r}, which cannot be served; expected 'max_soft_tokens' or 'num_frames'"
+        )
 
     by_kind = dict(reading or {})
     of_video = dict(by_kind.pop("video", None) or {})
@@ -243,7 +245,12 @@ def media_of(limits: Any, processing: Any, reading: Any) -> dict[str, bool | int
         return integer(f"limit_mm_per_prompt[{kind!r}]", count, 0) > 0
 
     tokens = True if most is None else integer("mm_processor_kwargs['max_soft_tokens']", most, 1)
-    seen = True if frames is None else integer("media_io_kwargs['video']['num_frames']", frames, 1)
+    read = [
+        integer(f"{name}['num_frames']", count, 1)
+        for name, count in (("media_io_kwargs['video']", frames), ("mm_processor_kwargs", sampled))
+        if count is not None
+    ]
+    seen = min(read, default=True)  # a file's frames are read, and the processor samples those
     return {
         "images": allowed("image", 0 if most is None else 1) and tokens,
         "videos": allowed("video") and seen,

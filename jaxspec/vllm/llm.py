@@ -68,8 +68,8 @@ class LLM:
     which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
     "disable_any_whitespace" and "disable_additional_properties" hold for all requests. chat_template: a template, or a file of one, in
     place of the checkpoint's. limit_mm_per_prompt: prompts may have images, sounds and videos, any number of them, if it allows some, as
-    {"image": 1, "audio": 1} does. mm_processor_kwargs may have "max_soft_tokens", of an image at most, and media_io_kwargs may be
-    {"video": {"num_frames": 32}}, of a video at most. enable_lora: calls may have a lora_request. Where it is another than the last one,
+    {"image": 1, "audio": 1} does. mm_processor_kwargs may have "max_soft_tokens", of an image at most, and "num_frames", of a video;
+    media_io_kwargs may be {"video": {"num_frames": 32}}. enable_lora: calls may have a lora_request. Where it is another than the last one,
     its adapter is merged into the model's weights, which are read again. enable_prefix_caching: prompts that begin alike are computed once
     whatever it says. enable_sleep_mode: `sleep` works whatever it says.
 

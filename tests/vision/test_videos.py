@@ -331,6 +331,7 @@ def test_what_a_checkpoint_says_of_videos(tmp_path):
 def test_a_batch_and_a_script_for_vllm(film, tmp_path):
     from jaxspec import vllm
     from jaxspec.cli import main
+    from jaxspec.vllm import arguments
 
     path = str(film[0])
     content = [{"type": "video_url", "video_url": {"url": path}}, {"type": "text", "text": "What is it?"}]
@@ -348,6 +349,8 @@ def test_a_batch_and_a_script_for_vllm(film, tmp_path):
     params = vllm.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (found,) = llm.generate(frames, params, use_tqdm=False)
     assert found.outputs[0].token_ids == loaded("plain").generate(frames, GREEDY)[0].token_ids
+    media = arguments.media_of({"video": 1}, {"num_frames": 5}, {"video": {"num_frames": 9}})
+    assert media["videos"] == 5 and arguments.media_of({"video": 1}, None, None)["videos"] is True
     for reading, words in (
         ({"video": {"fps": 2}}, r"media_io_kwargs\['video'\]\['fps'\] cannot be served; expected {'video': {'num_frames': 32}}"),
         ({"image": {"rgba_background_color": [0, 0, 0]}}, r"media_io_kwargs\['image'\] cannot be served"),
