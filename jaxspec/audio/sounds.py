@@ -183,7 +183,6 @@ class Sounds(Media):
 
     @property
     def closing(self) -> list[int]:
-        """The tokens after a sound's rows in a prompt."""
         return [self.config.eoa_token_index]
 
     @property

@@ -60,12 +60,8 @@ class Tower(Protocol):
         beginning tells."""
         ...
 
-    def count(self, medium: Any, /) -> int:
-        """How many rows a medium has that was looked at."""
-        ...
-
     def runs(self, medium: Any, encode: Callable[[str], list[int]], /) -> Sequence[Run]:
-        """Its rows as they stand in a prompt. encode: from text between them to tokens."""
+        """The rows of a medium that was looked at, as they stand in a prompt. encode: from text between them to tokens."""
         ...
 
     @property
@@ -205,11 +201,11 @@ class Inserts:
                 continue
             tower = self.towers[kind]
             source = tower.source(left[kind].popleft())
-            count = tower.count(source)
+            runs = tower.runs(source, self._encode)
+            count = sum(run.count for run in runs)
             if count > most:  # before tokens take memory: the header of a file may name any length
                 which = f"{NOUNS[kind]} {places[kind] - 1}"
                 raise ValueError(f"{which} has {count:,} tokens; expected at most {most:,}, for which there is room")
-            runs = tower.runs(source, self._encode)
             opening, closing, middle = runs[0].before, tower.closing, list[int]()
             for run in runs:
                 middle += run.before + [tower.token_id] * run.count

@@ -54,8 +54,8 @@ def reason_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def explained(name: str, kind: str, expected: str, reason: Callable[[Exception], str] = reason_of) -> Iterator[None]:
-    """Raises ValueError that says that `name` cannot be read as a `kind`, and why, in place of what readers raise: they raise whatever they
-    come upon in a broken file."""
+    """Raises ValueError that says that `name` cannot be read as `kind`, such as "an image", and why, in place of what readers raise, which
+    is whatever they come upon in a broken file."""
     try:
         yield
     except Exception as error:

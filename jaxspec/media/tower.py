@@ -86,6 +86,11 @@ class Media(abc.ABC):
     def opening(self) -> list[int]:
         """The tokens before a medium's rows in a prompt."""
 
+    @property
+    @abc.abstractmethod
+    def closing(self) -> list[int]:
+        """The tokens after a medium's rows in a prompt."""
+
     @abc.abstractmethod
     def count(self, medium: Any) -> int:
         """How many rows a medium has."""

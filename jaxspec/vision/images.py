@@ -175,7 +175,6 @@ class Images(Media):
 
     @property
     def closing(self) -> list[int]:
-        """The tokens after an image's rows in a prompt."""
         return [self.config.eoi_token_id]
 
     @property

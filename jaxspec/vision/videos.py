@@ -144,22 +144,15 @@ class Videos:
         places = spread(count, self.frames)
         return Source(name, data, places, [float(place / rate) for place in places], [size] * len(places))
 
-    def count(self, video: Any) -> int:
-        """How many rows a video has. Argument and errors are those of `source`."""
-        return sum(self._counts(self.source(video)))
-
-    def _counts(self, video: Source) -> list[int]:
-        return [self.images.preprocessing.count(*size) for size in video.sizes]
-
     def runs(self, video: Any, encode: Callable[[str], list[int]]) -> list[Run]:
         """The frames of a video as they stand in a prompt, each after its time: "00:07 ", the beginning of an image, the frame's tokens,
-        the end of an image, and a space."""
+        the end of an image, and a space. Argument and errors are those of `source`."""
         found, source = list[Run](), self.source(video)
-        for time, count in zip(source.times, self._counts(source), strict=True):
+        for time, size in zip(source.times, source.sizes, strict=True):
             minutes, seconds = divmod(math.floor(time), 60)
             shown = f"{minutes:02}:{seconds:02} "
             before = [*self.closing, *encode(f" {shown}")] if found else encode(shown)
-            found.append(Run([*before, *self.images.opening], count))
+            found.append(Run([*before, *self.images.opening], self.images.preprocessing.count(*size)))
         return found
 
     def decoded(self, video: Any) -> list[Prepared]:

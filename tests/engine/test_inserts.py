@@ -66,9 +66,6 @@ class Tower:
             raise TypeError(f"an image is of type {type(image).__name__}, expected a Drawn")
         return image
 
-    def count(self, image):
-        return image.size
-
     closing = (CLOSING,)
 
     def runs(self, image, encode):
