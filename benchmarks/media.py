@@ -3,9 +3,9 @@ with `--video 32` for videos of so many frames.
 
 Weights are random and of a released model's shape, its tower's too; images are random pixels and sounds are noise, each another one;
 nothing ends a text before its last token, and drafts are accepted at given rates. Everything is compiled and has run before the clock
-starts. Prints a Markdown table: what the tower takes for one image or frame, without decoding, and for an image, a sound or a video with
-all that the host does; one prompt and its first token, with one of them and with as many tokens of text; and a job of many prompts in both
-ways. Medians with the least and the most.
+starts. Prints a Markdown table: what the tower takes for one image, or for the frames that it reads at a time, without decoding, and for
+an image, a sound or a video with all that the host does; one prompt and its first token, with one of them and with as many tokens of text;
+and a job of many prompts in both ways. Medians with the least and the most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from jaxspec.planning import with_head_guides
 from jaxspec.sharding.placement import placement_of
 from jaxspec.targets import DTYPES
 from jaxspec.text import load_tokenizer
-from jaxspec.vision.videos import SOFT_TOKENS, TOKEN_ID, Videos
+from jaxspec.vision.images import Images
+from jaxspec.vision.videos import FRAMES_TOGETHER, SOFT_TOKENS, TOKEN_ID, Videos
 from pallas_kernels.lm_head import guide_pays
 
 
@@ -68,6 +69,8 @@ def main() -> None:
         kind, what, tower_of = "audio", f"{args.audio} seconds", released.sounds_of(args.config, dtype)
     else:
         tower_of = released.images_of(args.config, dtype, args.soft_tokens if args.video is None else SOFT_TOKENS)
+        if args.video is not None:
+            tower_of = Images(tower_of.config, tower_of.preprocessing, tower_of.tower, FRAMES_TOGETHER)
     tower_of = tower_of.with_tower(random_weights(tower_of.tower, 1))
     media, rooms, named = tower_of, tower_of.rooms, "a sound" if kind == "audio" else "an image"
     if args.video is not None:  # calls have room for an image
@@ -100,15 +103,16 @@ def main() -> None:
         return run
 
     def rows() -> None:
-        jax.block_until_ready([media.rows(each) for each in media.decoded(fresh.pop())])
+        decoded = media.decoded(fresh.pop())
+        jax.block_until_ready([tower_of.rows(each, decoded[i + 1 :]) for i, each in enumerate(decoded)])
 
     def tower() -> None:
         jax.block_until_ready(tower_of.computed(prepared))
 
     fresh = [medium() for _ in range(args.repeats + 1)]
-    prepared = media.decoded(medium())[0]
+    prepared = media.decoded(medium())[: tower_of.together]
     timed = {
-        f"the tower, {named if args.video is None else 'a frame'} that is decoded, ms": tower,
+        f"the tower, {named if args.video is None else f'{len(prepared)} frames'} that is decoded, ms": tower,
         f"{named} of {what}, ms": rows,
         f"one prompt with {named}, to its first token, ms": generated(True, 1, 1),
         "as many tokens of text, ms": generated(False, 1, 1),

@@ -21,14 +21,14 @@ TOWER = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 8,
-    "position_embedding_size": 256,
+    "position_embedding_size": 512,
     "patch_size": 4,
 }
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"num_key_value_heads": 2},
     "clipped": {"use_clipped_linears": True},
     "standardized": {"standardize": True},
-    "unified": {"mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 80, "patch_size": 4},
+    "unified": {"mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 160, "patch_size": 4},
 }
 
 

@@ -10,7 +10,7 @@ import io
 import numbers
 import os
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,16 +234,17 @@ class Sounds(Media):
         samples = LEAST_ROWS * self.features.frames_a_row * self.features.hop_length
         sounds = (Prepared(np.zeros(samples << i, np.float32), b"") for i in range(SIZES))
         with concurrent.futures.ThreadPoolExecutor(SIZES) as pool:
-            return [jax.block_until_ready(rows) for rows in pool.map(self.computed, sounds)]
+            return [jax.block_until_ready(rows) for (rows,) in pool.map(lambda sound: self.computed([sound]), sounds)]
 
-    def computed(self, prepared: Prepared) -> jax.Array:
+    def computed(self, several: Sequence[Prepared]) -> Sequence[jax.Array]:
+        (prepared,) = several
         frames, size = self.features.count(len(prepared.data)), LEAST_ROWS * self.features.frames_a_row
         while size < frames:
             size *= 2
         samples = np.zeros(size * self.features.hop_length, np.float32)
         known = prepared.data[: len(samples)]  # what follows lies in no frame
         samples[: len(known)] = known
-        return jitted(_rows, "features")(self.tower, samples, frames, features=self.features)
+        return [jitted(_rows, "features")(self.tower, samples, frames, features=self.features)]
 
 
 def _rows(tower: Any, samples: jax.Array, frames: jax.Array, *, features: Mel | Frames) -> jax.Array:

@@ -74,9 +74,9 @@ class Tower(Protocol):
         ValueError for one that cannot be decoded."""
         ...
 
-    def rows(self, decoded: Any, /) -> Any:
+    def rows(self, decoded: Any, then: Sequence[Any], /) -> Any:
         """What a target reads in place of the embeddings of a run's tokens: an array [R, H] of the device or the host, of which the first
-        `count` are the run's. R is one of few."""
+        `count` are the run's. R is one of few. then: the medium's runs behind it, whose rows may be computed with it."""
         ...
 
     def warmup(self) -> Sequence[Any]:
@@ -92,7 +92,7 @@ class Insert:
     count: int  # of its rows
     prepare: Callable[[], concurrent.futures.Future[Any]]  # see `Tower.decoded`; the same for all of a medium
     run: int  # which of the medium's runs it is of
-    compute: Callable[[Any], concurrent.futures.Future[Any]]  # from that to its rows
+    compute: Callable[[Sequence[Any]], concurrent.futures.Future[Any]]  # from its run and those behind to its rows
     room: int  # for how many rows its call has room
     offset: int = 0  # the rows of its run before it
     see_one_another: bool = True  # whether its rows do
@@ -142,12 +142,12 @@ class Insert:
     def start(self) -> None:
         """Begins to compute its rows, on another thread."""
         if self._found is None:
-            self._found = self.compute(self.decode().result()[self.run])
+            self._found = self.compute(self.decode().result()[self.run :])
 
     def rows(self) -> Any:
         """Its rows: an array [room, H] of the device or the host, of which the first `count` count. Waits for what the host does for them,
         and forgets them. Raises what computing them raised."""
-        found = self._found or self.compute(self.decode().result()[self.run])
+        found = self._found or self.compute(self.decode().result()[self.run :])
         self._found = None
         return found.result()
 
@@ -244,8 +244,8 @@ class Inserts:
             found.append(Insert(begin + at, own, prepare, run, compute, room, at, tower.see_one_another))
         return found
 
-    def _computed(self, tower: Tower, at: int, room: int, prepared: Any) -> concurrent.futures.Future[Any]:
-        return begun(self._computing, lambda: _cut(tower.rows(prepared), at, room))
+    def _computed(self, tower: Tower, at: int, room: int, decoded: Sequence[Any]) -> concurrent.futures.Future[Any]:
+        return begun(self._computing, lambda: _cut(tower.rows(decoded[0], decoded[1:]), at, room))
 
     def warmup(self) -> None:
         """Compiles what computes rows, on another thread, where no interrupt cuts it short."""

@@ -1,4 +1,4 @@
-"""A tower of a checkpoint: read beside its text model, and run over one image or sound after the other."""
+"""A tower of a checkpoint: read beside its text model, and run over images or sounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import functools
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def jitted(run: Callable[..., jax.Array], *static: str) -> Callable[..., jax.Array]:
+def jitted(run: Callable[..., Any], *static: str) -> Callable[..., Any]:
     """A function that computes rows, to be called in place of it. static: names of arguments that are no arrays."""
     return jax.jit(run, static_argnames=static, compiler_options=known(BY_CUBLAS))
 
@@ -68,6 +68,7 @@ class Media(abc.ABC):
     folder: ClassVar[str]  # that a converted checkpoint has it in
 
     see_one_another: ClassVar[bool]  # whether all rows of a medium do, so that one call computes them
+    together = 1  # media that a call of the tower reads, at most
     tower: Any  # weights or their shapes
 
     def __init__(self, tower: Any):
@@ -115,8 +116,9 @@ class Media(abc.ABC):
         """Decodes a medium. Raises TypeError or ValueError for what is none."""
 
     @abc.abstractmethod
-    def computed(self, prepared: Prepared) -> jax.Array:
-        """What the tower makes of a prepared medium: rows [R, text hidden], of which the first are the medium's."""
+    def computed(self, several: Sequence[Prepared]) -> Sequence[jax.Array]:
+        """What the tower makes of prepared media, `together` at most, in one call: rows [R, text hidden] of each, of which the first are
+        the medium's."""
 
     def runs(self, medium: Any, encode: Callable[[str], list[int]]) -> list[Run]:
         """All rows of a medium, one after the other."""
@@ -211,20 +213,25 @@ class Media(abc.ABC):
         """Bytes of the tower's weights."""
         return nbytes(self.tower)
 
-    def rows(self, medium: Any) -> jax.Array:
+    def rows(self, medium: Any, then: Sequence[Prepared] = ()) -> jax.Array:
         """What a target reads in place of a medium's token embeddings: [R, text hidden] in the tower's dtype, of which the first `count`
-        are the medium's. Those of the last ones are kept, as far as memory is planned for it. medium: what `prepared` gives or takes."""
+        are the medium's. Those of the last ones are kept, as far as memory is planned for it. medium: what `prepared` gives or takes.
+        then: those whose rows are wanted next, some of which may be computed with it."""
         prepared = medium if isinstance(medium, Prepared) else self.prepared(medium)
         with self._lock:
             rows = self._kept.pop(prepared.digest, None)
-        if rows is None:
-            rows = self.computed(prepared)
+            unknown = {each.digest: each for each in (prepared, *then) if each.digest not in self._kept}
+        if rows is not None:
+            found = {prepared.digest: rows}
+        else:
+            several = list(unknown.values())[: self.together]
+            found = dict(zip((each.digest for each in several), self.computed(several), strict=True))
         with self._lock:
-            self._kept[prepared.digest] = rows
+            self._kept |= found
             # The last stays whatever its size: its parts are asked for one after the other.
             while len(self._kept) > 1 and (len(self._kept) > KEPT or sum(map(len, self._kept.values())) > KEPT * self.rooms[-1]):
                 self._kept.popitem(last=False)
-        return rows
+        return found[prepared.digest]
 
 
 def rooms_of(towers: Iterable[Media]) -> tuple[int, ...]:

@@ -46,57 +46,57 @@ class Attention:
     k_norm: RMSNorm
 
     def __call__(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], valid: jax.Array) -> jax.Array:
-        """x: [N, H]; angles: cosine and sine [N, 2, head_dim / 4] float32; valid: [N] bool, the keys that are seen -> [N, H]."""
-        count, head_dim = x.shape[0], self.q_norm.weight.shape[0]
+        """x: [B, N, H]; angles: cosine and sine [B * N, 2, head_dim / 4] float32; valid: [B, N] bool, which are seen -> [B, N, H]."""
+        head_dim = self.q_norm.weight.shape[0]
 
         def heads(projection: ClippableLinear) -> jax.Array:
-            return projection(x).reshape(count, -1, head_dim)
+            return projection(x).reshape(*valid.shape, -1, head_dim)
 
         q, k = _turned(self.q_norm(heads(self.q_proj)), angles), _turned(self.k_norm(heads(self.k_proj)), angles)
         seen = _attended(q, k, rms(heads(self.v_proj), self.k_norm.eps), valid)
-        return self.o_proj(seen.reshape(count, -1))
+        return self.o_proj(seen.reshape(*valid.shape, -1))
 
 
 def _turned(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x: [N, heads, D] with pairs (d, d + D / 4) of each half of D rotated."""
-    count, heads, head_dim = x.shape
-    halves = jnp.swapaxes(x.reshape(count, heads, 2, head_dim // 2), 1, 2)
+    """x: [B, N, heads, D] with pairs (d, d + D / 4) of each half of D rotated."""
+    heads, head_dim = x.shape[-2:]
+    halves = jnp.swapaxes(x.reshape(-1, heads, 2, head_dim // 2), 1, 2)
     return jnp.swapaxes(rotate(halves, *angles), 1, 2).reshape(x.shape)
 
 
 def _attended(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
-    """Softmax attention with unscaled scores, in float32. q: [N, heads, D]; k, v: [N, KV heads, D]; valid: [N] bool, the first ones ->
-    [N, heads, D]."""
+    """Softmax attention with unscaled scores, in float32. q: [B, N, heads, D]; k, v: [B, N, KV heads, D]; valid: [B, N] bool, the first
+    ones -> [B, N, heads, D]."""
     head_dim = q.shape[-1]
     width = max(1 << (head_dim - 1).bit_length(), LEAST_WIDTH)
     if not by_kernel(width, None):
-        return _by_xla(q, k, v, valid)
+        return jax.lax.map(lambda each: _by_xla(*each), (q, k, v, valid))
     # A kernel in Triton needs a power of two: with heads of 72 numbers it multiplies 128. cuDNN was timed on Hopper GPUs.
     by_cudnn = width > head_dim and head_dim % 8 == 0 and q.dtype == jnp.bfloat16 and device.capability() == HOPPER
     return _by_cudnn(q, k, v, valid) if by_cudnn else _by_kernel(q, k, v, valid, width)
 
 
 def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
-    seen = jnp.sum(valid, dtype=jnp.int32)[None]
-    return jax.nn.dot_product_attention(q[None], k[None], v[None], scale=1.0, key_value_seq_lengths=seen, implementation="cudnn")[0]
+    seen = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    return jax.nn.dot_product_attention(q, k, v, scale=1.0, key_value_seq_lengths=seen, implementation="cudnn")
 
 
 def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array, width: int) -> jax.Array:
-    """In the kernel that serves prompts, as rows of one sequence that see one another. width: of a head there, at least D."""
-    count, heads, head_dim = q.shape
+    """In the kernel that serves prompts, where an image is a sequence whose rows see one another. width: of a head there, at least D."""
+    several, count, heads, head_dim = q.shape
 
     def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, width - head_dim)))[None]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
 
-    queries = padded(q).reshape(1, count, k.shape[1], -1, width)
-    at, none = jnp.arange(count, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
-    fresh = jnp.sum(valid, dtype=jnp.int32)[None]
+    queries = padded(q).reshape(several, count, k.shape[2], -1, width)
+    at, none = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), valid.shape), jnp.zeros(several, jnp.int32)
+    fresh = jnp.sum(valid, axis=1, dtype=jnp.int32)
     seen = paged_attention(queries, at, None, None, none, (padded(k), padded(v)), fresh, causal=False)
-    return seen.reshape(count, heads, width)[..., :head_dim]
+    return seen.reshape(several, count, heads, width)[..., :head_dim]
 
 
 def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
-    """For one head and MOST_QUERIES queries after the other."""
+    """Of one image, for one head and MOST_QUERIES queries after the other. The arrays are those of `_attended` without B."""
     count, heads, head_dim = q.shape
     k, v = jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1)
     blocks = next(n for n in range(1, count + 1) if count % n == 0 and count // n <= MOST_QUERIES)
@@ -150,10 +150,10 @@ class PatchEmbedder:
     position_embedding_table: Weight
 
     def __call__(self, pixels: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
-        """pixels: [N, P] float32 of 0 .. 1; positions: [N, 2] int32; valid: [N] bool, which are no padding -> [N, H]."""
+        """pixels: [B, N, P] float32 of 0 .. 1; positions: [B, N, 2] int32; valid: [B, N] bool, which are no padding -> [B, N, H]."""
         x = self.input_proj((2 * (pixels - 0.5)).astype(self.input_proj.weight.dtype))
-        columns, rows = (jnp.take(self.position_embedding_table[i], positions[:, i], axis=0, mode="clip") for i in range(2))
-        return x + jnp.where(valid[:, None], columns + rows, 0)
+        columns, rows = (jnp.take(self.position_embedding_table[i], positions[..., i], axis=0, mode="clip") for i in range(2))
+        return x + jnp.where(valid[..., None], columns + rows, 0)
 
 
 @struct.dataclass
@@ -175,19 +175,19 @@ class VisionTower:
     pool: int = struct.field(pytree_node=False)
 
     def __call__(self, pixels: jax.Array, positions: jax.Array) -> jax.Array:
-        """pixels: [N, P] float32; positions: [N, 2] int32, -1 for padding -> [N / pool**2, H]."""
+        """pixels: [B, N, P] float32; positions: [B, N, 2] int32, -1 for padding -> [B, N / pool**2, H]."""
         valid = jnp.any(positions != -1, axis=-1)
         with jax.named_scope("patches"):
             x = self.patch_embedder(pixels, positions, valid)
         half = self.encoder.layers.self_attn.q_norm.weight.shape[-1] // 2
-        angles = turned(positions, rope_frequencies(half, self.theta, half // 2))
+        angles = turned(positions.reshape(-1, 2), rope_frequencies(half, self.theta, half // 2))
         with jax.named_scope("layers"):
             x = through(self.encoder.layers, x, angles, valid)
         with jax.named_scope("pool"):
-            return self._pooled(x, positions, valid)
+            return jax.vmap(self._pooled)(x, positions, valid)
 
     def _pooled(self, x: jax.Array, positions: jax.Array, valid: jax.Array) -> jax.Array:
-        """The mean of each square of pool**2 patches by sqrt(H), in float32, rounded at the end. Squares count along rows."""
+        """Of one image: the mean of each square of pool**2 patches by sqrt(H), in float32, rounded at the end. Squares count along rows."""
         count, k = x.shape[0] // self.pool**2, self.pool
         at = jnp.maximum(positions, 0)
         square = at[:, 0] // k + (jnp.max(at[:, 0]) + 1) // k * (at[:, 1] // k)
@@ -216,8 +216,8 @@ class Gemma4Vision:
         return stack_layouts("vision_tower.encoder.layers.", path, shapes)
 
     def __call__(self, pixels: jax.Array, positions: jax.Array) -> jax.Array:
-        """One image. pixels: [N, P] float32 of 0 .. 1, patches with their channels last; positions: [N, 2] int32, column and row of each,
-        -1 for padding -> [N / pooling_kernel_size**2, text hidden] in the weights' dtype; rows past the image's own are finite."""
+        """Images. pixels: [B, N, P] float32 of 0 .. 1, patches with channels last; positions: [B, N, 2] int32, their columns and rows,
+        -1 for padding -> [B, N / pooling_kernel_size**2, text hidden] in the weights' dtype; rows past an image's own are finite."""
         return self.embed_vision(self.vision_tower(pixels, positions))
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +136,12 @@ class Images(Media):
     source = staticmethod(source_of)
     see_one_another = True
 
-    def __init__(self, config: VisionConfig, preprocessing: Preprocessing, tower: Any):
+    def __init__(self, config: VisionConfig, preprocessing: Preprocessing, tower: Any, together: int = 1):
+        """together: images that a call of the tower reads."""
         super().__init__(tower)
         self.config = config
         self.preprocessing = preprocessing
+        self.together = together
 
     @classmethod
     def read(cls, folder: Path, dtype: Any, max_soft_tokens: int | None = None) -> Images:
@@ -191,7 +193,7 @@ class Images(Media):
         return {"images": self.max_soft_tokens}
 
     def bytes_needed(self, kernels: bool) -> int:
-        patches, tower = self.preprocessing.patches, self.config.tower
+        patches, tower = self.together * self.preprocessing.patches, self.config.tower
         size = jax.tree.leaves(self.tower)[0].dtype.itemsize
         found = self.nbytes + (KEPT + AHEAD) * self.max_soft_tokens * self.config.text_hidden_size * size
         if not isinstance(tower, TowerConfig):
@@ -211,11 +213,15 @@ class Images(Media):
     def warmup(self) -> list[jax.Array]:
         """Compiles the tower, by an image of one soft token. Returns its rows."""
         side = self.preprocessing.pool * self.preprocessing.patch
-        return [jax.block_until_ready(self.computed(Prepared(np.zeros((side, side, 3), np.uint8), b"")))]
+        (rows,) = self.computed([Prepared(np.zeros((side, side, 3), np.uint8), b"")])
+        return [jax.block_until_ready(rows)]
 
-    def computed(self, prepared: Prepared) -> jax.Array:
-        return jitted(_rows)(self.tower, self.preprocessing.levels, *self.preprocessing.patched(prepared.data))
+    def computed(self, several: Sequence[Prepared]) -> Sequence[jax.Array]:
+        found = [self.preprocessing.patched(each.data) for each in several]
+        patches, positions = zip(*found, *found[:1] * (self.together - len(found)), strict=True)
+        rows = jitted(_rows)(self.tower, self.preprocessing.levels, np.stack(patches), np.stack(positions))
+        return rows[: len(several)]
 
 
-def _rows(tower: Any, levels: jax.Array, patches: jax.Array, positions: jax.Array) -> jax.Array:
-    return tower(jnp.take(levels, patches, axis=0), positions)
+def _rows(tower: Any, levels: jax.Array, patches: jax.Array, positions: jax.Array) -> list[jax.Array]:
+    return list(tower(jnp.take(levels, patches, axis=0), positions))

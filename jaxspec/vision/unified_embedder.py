@@ -32,11 +32,11 @@ class VisionEmbedder:
     pos_norm: LayerNorm
 
     def __call__(self, pixels: jax.Array, positions: jax.Array) -> jax.Array:
-        """pixels: [N, P] float32; positions: [N, 2] int32, -1 for padding -> [N, H]."""
+        """pixels: [B, N, P] float32; positions: [B, N, 2] int32, -1 for padding -> [B, N, H]."""
         x = self.patch_ln2(self.patch_dense(self.patch_ln1(pixels.astype(self.patch_dense.weight.dtype))))
-        columns, rows = (jnp.take(self.pos_embedding[:, i], positions[:, i], axis=0, mode="clip") for i in range(2))
+        columns, rows = (jnp.take(self.pos_embedding[:, i], positions[..., i], axis=0, mode="clip") for i in range(2))
         valid = jnp.any(positions != -1, axis=-1)
-        return self.pos_norm(x + jnp.where(valid[:, None], columns + rows, 0))
+        return self.pos_norm(x + jnp.where(valid[..., None], columns + rows, 0))
 
 
 @struct.dataclass
@@ -55,8 +55,8 @@ class UnifiedVision:
         return [[Part(path, shapes[path])], [Part(f"embed_vision.{new}{path.removeprefix(old)}", shapes[path])]]
 
     def __call__(self, pixels: jax.Array, positions: jax.Array) -> jax.Array:
-        """One image. pixels: [N, P] float32 of 0 .. 1, patches with their channels last; positions: [N, 2] int32, column and row of each,
-        -1 for padding -> [N, text hidden] in the weights' dtype; rows past the image's own are finite."""
+        """Images. pixels: [B, N, P] float32 of 0 .. 1, patches with channels last; positions: [B, N, 2] int32, their columns and rows,
+        -1 for padding -> [B, N, text hidden] in the weights' dtype; rows past an image's own are finite."""
         return self.embed_vision(self.vision_embedder(pixels, positions))
 
 

@@ -23,6 +23,7 @@ from jaxspec.vision.images import Images, opened, source_of
 from jaxspec.vision.preprocessing import read_preprocessing
 
 FRAMES, SOFT_TOKENS = 32, 70  # of a video, and of a frame, where the checkpoint says nothing
+FRAMES_TOGETHER = 4  # that a call of the tower reads, if so many have no more tokens than an image, for which memory is planned
 TOKEN_ID = 258_884  # where config.json says nothing
 FPS = 24.0  # of frames that come without, as transformers has it
 LEAST_FPS = 1e-6  # with which no frame's number makes a time too long to be written
@@ -75,7 +76,8 @@ class Videos:
                 f"fewer: load with images={preprocessing.max_soft_tokens}"
             )
         token_id = images.config_of(folder).get("video_token_id") or TOKEN_ID
-        own = Images(images.config, preprocessing, images.tower)
+        together = min(images.max_soft_tokens // preprocessing.max_soft_tokens, FRAMES_TOGETHER)
+        own = Images(images.config, preprocessing, images.tower, together)
         return cls(own, found.get("num_frames", FRAMES) if frames is None else frames, token_id)
 
     def with_tower(self, tower: Any) -> Videos:
@@ -162,9 +164,9 @@ class Videos:
             images = map(opened, source.data) if isinstance(source.data, list) else _frames(source)
             return [Prepared.of(self.images.preprocessing.resized(image)) for image in images]
 
-    def rows(self, prepared: Prepared) -> jax.Array:
+    def rows(self, prepared: Prepared, then: Sequence[Prepared] = ()) -> jax.Array:
         """See `Images.rows`."""
-        return self.images.rows(prepared)
+        return self.images.rows(prepared, then)
 
     def warmup(self) -> list[jax.Array]:
         """Compiles the tower for frames. Returns rows of one."""

@@ -76,7 +76,7 @@ class Tower:
             raise ValueError("Drawn(-2) cannot be read as an image")
         return [image]
 
-    def rows(self, image):
+    def rows(self, image, then=()):
         if image.number < 0:
             raise RuntimeError("this image has no rows")
         found = np.full((MOST, HIDDEN), 9.0, np.float32)
@@ -222,7 +222,7 @@ def test_text_does_not_wait_as_long_as_images_come():
 def test_an_image_of_one_prompt_is_computed_once(monkeypatch):
     """Also where the call that takes its rows is still under way when images are looked for that come next."""
     llm, computed, rows = llm_of(NGram), [], Tower.rows
-    monkeypatch.setattr(Tower, "rows", lambda self, image: computed.append(image.number) or rows(self, image))
+    monkeypatch.setattr(Tower, "rows", lambda self, image, then: computed.append(image.number) or rows(self, image, then))
     prompts = [asked(WORDS[0], Drawn(200 + i), Drawn(300 + i, 9), WORDS[2], Drawn(400 + i)) for i in range(6)]
     llm.generate(prompts, GREEDY)
     assert sorted(computed) == [first + i for first in (200, 300, 400) for i in range(6)]
@@ -237,9 +237,9 @@ def test_what_was_decoded_is_forgotten_once_it_is_used(monkeypatch):
         decoded.append(weakref.ref(made))
         return [made]
 
-    def counted(self, image):
+    def counted(self, image, then):
         held.append(sum(made() is not None for made in decoded))
-        return rows(self, image)
+        return rows(self, image, then)
 
     monkeypatch.setattr(Tower, "decoded", decode)
     monkeypatch.setattr(Tower, "rows", counted)

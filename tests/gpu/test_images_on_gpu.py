@@ -48,9 +48,12 @@ def test_rows_of_an_image_by_kernels_and_by_xla(name):
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(12, 64), (16, 72)])
 def test_attention_of_towers(heads, head_dim):
-    """Those of the E2B and the 31B, of an image that leaves some patches over."""
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2520, heads, head_dim), jnp.bfloat16) / 2
-    valid = jnp.arange(2520) < 2394
-    found = jax.jit(gemma4_tower._attended)(q, k, v, valid)[:2394].astype(jnp.float32)
-    expected = jax.jit(gemma4_tower._by_xla)(*(x.astype(jnp.float32) for x in (q, k, v)), valid)[:2394]
-    assert jnp.linalg.norm(found - expected) <= 5e-3 * jnp.linalg.norm(expected)
+    """Those of the E2B and the 31B, of an image that leaves some patches over, and of four frames."""
+    for several, count, left in ((1, 2520, [2394]), (4, 630, [630, 540, 9, 612])):
+        q, k, v = jax.random.normal(jax.random.key(0), (3, several, count, heads, head_dim), jnp.bfloat16) / 2
+        valid = jnp.arange(count)[None] < jnp.asarray(left)[:, None]
+        found = jnp.where(valid[..., None, None], jax.jit(gemma4_tower._attended)(q, k, v, valid).astype(jnp.float32), 0)
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        expected = jnp.where(valid[..., None, None], jax.jit(jax.vmap(gemma4_tower._by_xla))(*wide, valid), 0)
+        for i in range(several):
+            assert jnp.linalg.norm(found[i] - expected[i]) <= 5e-3 * jnp.linalg.norm(expected[i])

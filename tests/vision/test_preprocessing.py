@@ -65,7 +65,7 @@ def read(tmp_path):
 
 
 def test_settings_are_the_published_ones_where_a_checkpoint_says_nothing(read):
-    with pytest.raises(ValueError, match="max_soft_tokens is 280, for images 840 patches long; the tower has 256 positions"):
+    with pytest.raises(ValueError, match="max_soft_tokens is 280, for images 840 patches long; the tower has 512 positions"):
         read(None)
     assert read(None, 70) == Preprocessing(4, 3, 70, resample=3, rescale_factor=1 / 255)
     assert read(None, 70, kind="unified") == Preprocessing(12, 1, 70)

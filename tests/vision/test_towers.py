@@ -57,8 +57,8 @@ def test_rows_are_those_of_transformers(loaded):
 
 def test_queries_in_blocks_see_the_same(monkeypatch):
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((90, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    seen = jnp.arange(90) < 70
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 90, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    seen = jnp.arange(90)[None] < jnp.array([[70], [90]])
     whole = gemma4_tower._attended(q, k, v, seen)
     monkeypatch.setattr(gemma4_tower, "MOST_QUERIES", 40)
     assert relative_error(gemma4_tower._attended(q, k, v, seen), np.asarray(whole)) < 1e-6
@@ -91,9 +91,9 @@ def test_released_towers_have_the_released_sizes(name):
     assert weight_count(tower) == numbers
     for most in (280, 1120):
         patches = most * config.pool**2
-        pixels = jax.ShapeDtypeStruct((patches, 3 * config.patch**2), jnp.float32)
-        rows = jax.eval_shape(lambda tower, *image: tower(*image), tower, pixels, jax.ShapeDtypeStruct((patches, 2), jnp.int32))
-        assert (rows.shape, rows.dtype) == ((most, hidden), jnp.bfloat16)
+        pixels = jax.ShapeDtypeStruct((2, patches, 3 * config.patch**2), jnp.float32)
+        rows = jax.eval_shape(lambda tower, *image: tower(*image), tower, pixels, jax.ShapeDtypeStruct((2, patches, 2), jnp.int32))
+        assert (rows.shape, rows.dtype) == ((2, most, hidden), jnp.bfloat16)
 
 
 def test_scores_of_the_largest_images_fit():
@@ -101,7 +101,7 @@ def test_scores_of_the_largest_images_fit():
     config = real_config("31B")
     assert isinstance(config.tower, TowerConfig)
     config = dataclasses.replace(config, tower=dataclasses.replace(config.tower, num_hidden_layers=1))
-    shapes = jax.ShapeDtypeStruct((10_080, 768), jnp.float32), jax.ShapeDtypeStruct((10_080, 2), jnp.int32)
+    shapes = jax.ShapeDtypeStruct((1, 10_080, 768), jnp.float32), jax.ShapeDtypeStruct((1, 10_080, 2), jnp.int32)
     program = jax.jit(lambda tower, *image: tower(*image)).lower(gemma4_tower.abstract(config), *shapes)
     assert program.compile().memory_analysis().temp_size_in_bytes < 600_000_000
 
