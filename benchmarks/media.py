@@ -112,7 +112,7 @@ def main() -> None:
     fresh = [medium() for _ in range(args.repeats + 1)]
     prepared = media.decoded(medium())[: tower_of.together]
     timed = {
-        f"the tower, {named if args.video is None else f'{len(prepared)} frames'} that is decoded, ms": tower,
+        f"the tower, {named if args.video is None else f'{len(prepared)} frames'} without decoding, ms": tower,
         f"{named} of {what}, ms": rows,
         f"one prompt with {named}, to its first token, ms": generated(True, 1, 1),
         "as many tokens of text, ms": generated(False, 1, 1),

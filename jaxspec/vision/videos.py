@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +19,18 @@ import jax
 import numpy as np
 
 from jaxspec.checks import integer, number, type_name
+from jaxspec.interrupts import begun
 from jaxspec.media.files import explained, file_in, name_of, read_from
 from jaxspec.media.processor import settings_of
 from jaxspec.media.tower import Prepared, Run
-from jaxspec.vision.images import Images, opened, source_of
+from jaxspec.vision.images import Images, source_of
 from jaxspec.vision.preprocessing import read_preprocessing
 
 FRAMES, SOFT_TOKENS = 32, 70  # of a video, and of a frame, where the checkpoint says nothing
 FRAMES_TOGETHER = 4  # that a call of the tower reads, if so many have no more tokens than an image, for which memory is planned
 TOKEN_ID = 258_884  # where config.json says nothing
 FPS = 24.0  # of frames that come without, as transformers has it
+THREADS = min(8, os.cpu_count() or 1)  # that make frames fit, beside one that decodes them
 LEAST_FPS = 1e-6  # with which no frame's number makes a time too long to be written
 PART = "video_processor"
 EXPECTED = (
@@ -59,6 +64,7 @@ class Videos:
         """images: with the tower, and prepared as frames are. frames: of a video that are read, at most, evenly spread. token_id: of the
         token that stands in a prompt for each row."""
         self.images, self.frames, self.token_id = images, integer("videos", frames, 1), token_id
+        self._fitting = concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="jaxspec-frames")
 
     @classmethod
     def read(cls, folder: Path, images: Images, frames: int | None = None) -> Videos:
@@ -161,8 +167,22 @@ class Videos:
         """The frames of a video. Argument and errors are those of `source`, and ValueError for a damaged file."""
         source = self.source(video)
         with _explained(source.name):
-            images = map(opened, source.data) if isinstance(source.data, list) else _frames(source)
-            return [Prepared.of(self.images.preprocessing.resized(image)) for image in images]
+            given = source.data if isinstance(source.data, list) else _frames(source)
+            fit = self.images.prepared if given is source.data else functools.partial(self._fit, source)
+            return list(self._each(fit, given))
+
+    def _each(self, fit: Callable[[Any], Prepared], frames: Iterable[Any]) -> Iterator[Prepared]:
+        """What several threads make of frames, of which they keep few waiting."""
+        coming = collections.deque[concurrent.futures.Future[Prepared]]()
+        for frame in frames:
+            coming.append(begun(self._fitting, functools.partial(fit, frame)))
+            if len(coming) > 2 * THREADS:
+                yield coming.popleft().result()
+        yield from (each.result() for each in coming)
+
+    def _fit(self, source: Source, frame: Any) -> Prepared:
+        """A frame of a file."""
+        return Prepared.of(self.images.preprocessing.resized(_turned(frame, *source.sizes[0])))
 
     def rows(self, prepared: Prepared, then: Sequence[Prepared] = ()) -> jax.Array:
         """See `Images.rows`."""
@@ -191,14 +211,14 @@ def _length(container: Any, stream: Any) -> int:
 
 
 def _frames(source: Source) -> Iterator[Any]:
-    """The frames of a file that are read, as PIL images in RGB. Raises ValueError for a file that ends before."""
+    """The frames of a file that are read, as PyAV has them. Raises ValueError for a file that ends before."""
     wanted, last, count = set(source.places), source.places[-1], 0
     with _container(source.data) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         for count, frame in enumerate(container.decode(stream), 1):
             if count - 1 in wanted:
-                yield _turned(frame, *source.sizes[0])
+                yield frame
             if count > last:
                 return
     raise ValueError(f"it ends after {count} frames; expected {last + 1} at least")
