@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -92,7 +92,7 @@ class Insert:
     count: int  # of its rows
     prepare: Callable[[], concurrent.futures.Future[Any]]  # see `Tower.decoded`; the same for all of a medium
     run: int  # which of the medium's runs it is of
-    compute: Callable[[Sequence[Any]], concurrent.futures.Future[Any]]  # from its run and those behind to its rows
+    compute: Callable[[Sequence[Any]], concurrent.futures.Future[Any]]  # from its run and those behind to the run's rows
     room: int  # for how many rows its call has room
     offset: int = 0  # the rows of its run before it
     see_one_another: bool = True  # whether its rows do
@@ -107,11 +107,6 @@ class Insert:
     def place(self) -> tuple[int, int, bool]:
         """What calls are told of it, PLACE numbers: see `model.rows.Inserted`."""
         return self.begin, self.count, self.see_one_another
-
-    @property
-    def medium(self) -> Any:
-        """The same for all parts of a run, which are computed together."""
-        return self.prepare, self.run
 
     def decode(self) -> concurrent.futures.Future[Any]:
         """Begins to decode it, on another thread, if that has not begun."""
@@ -145,8 +140,8 @@ class Insert:
             self._found = self.compute(self.decode().result()[self.run :])
 
     def rows(self) -> Any:
-        """Its rows: an array [room, H] of the device or the host, of which the first `count` count. Waits for what the host does for them,
-        and forgets them. Raises what computing them raised."""
+        """The rows of its run: an array [R, H] of the device or the host, of which `count` from `offset` on are its own. Waits for what the
+        host does for them, and forgets them. Raises what computing them raised."""
         found = self._found or self.compute(self.decode().result()[self.run :])
         self._found = None
         return found.result()
@@ -240,19 +235,20 @@ class Inserts:
         for at in range(0, count, self._rooms[-1]):
             own = min(self._rooms[-1], count - at)
             room = next(room for room in self._rooms if room >= own)
-            compute = functools.partial(self._computed, tower, at, room)
+            compute = functools.partial(self._computed, tower)
             found.append(Insert(begin + at, own, prepare, run, compute, room, at, tower.see_one_another))
         return found
 
-    def _computed(self, tower: Tower, at: int, room: int, decoded: Sequence[Any]) -> concurrent.futures.Future[Any]:
-        return begun(self._computing, lambda: _cut(tower.rows(decoded[0], decoded[1:]), at, room))
+    def _computed(self, tower: Tower, decoded: Sequence[Any]) -> concurrent.futures.Future[Any]:
+        return begun(self._computing, lambda: tower.rows(decoded[0], decoded[1:]))
 
     def warmup(self) -> None:
         """Compiles what computes rows, on another thread, where no interrupt cuts it short."""
 
         def warm(tower: Tower) -> None:
             for rows, room in itertools.product(tower.warmup(), self._rooms):
-                _in_turn([_cut(rows, 0, room)] * TOGETHER, np.zeros(TOGETHER, np.int32))
+                for each in (rows, _cut(rows, 0, room)):
+                    _in_turn([each] * TOGETHER, np.zeros(TOGETHER, np.int32), room=room)
 
         for tower in self.towers.values():
             begun(self._computing, functools.partial(warm, tower)).result()
@@ -262,29 +258,40 @@ class Inserts:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def in_order(prompts: Sequence[Sequence[Insert]], size: int) -> Iterator[Insert]:
+    """The inserts of prompts in the order in which calls take them: of `size` prompts at a time, and some of each."""
+    for first in range(0, len(prompts), size):
+        some = prompts[first : first + size]
+        for at in range(0, max(map(len, some)), TOGETHER):
+            for inserts in some:
+                yield from inserts[at : at + TOGETHER]
+
+
 def in_turn(inserts: Sequence[Insert]) -> Any:
-    """The rows of inserts, one after the other, as those of one have them; the call has room for all of these."""
-    found = [insert.rows() for insert in inserts]
+    """The rows of inserts, one after the other: an array [room, H] of the device or the host, as the call has room for all of these. What
+    is past their end is anything."""
+    found, room = [insert.rows() for insert in inserts], inserts[0].room
     if len(found) == 1:
-        return found[0]
+        return _cut(found[0], inserts[0].offset, room)
+    if len({len(rows) for rows in found}) > 1 or any(insert.offset for insert in inserts):  # few forms are compiled
+        found = [_cut(rows, insert.offset, room) for rows, insert in zip(found, inserts, strict=True)]
     counts = np.zeros(TOGETHER, np.int32)
     counts[: len(found)] = [insert.count for insert in inserts]
     arguments = [*found, *found[:1] * (TOGETHER - len(found))], counts
-    return undisturbed(functools.partial(_in_turn, *arguments))
+    return undisturbed(functools.partial(_in_turn, *arguments, room=room))
 
 
-@jax.jit
-def _in_turn(rows: Sequence[jax.Array], counts: jax.Array) -> jax.Array:
-    room, width = rows[0].shape
-    out, at = jnp.zeros((2 * room, width), rows[0].dtype), jnp.cumsum(counts) - counts
+@functools.partial(jax.jit, static_argnames="room")
+def _in_turn(rows: Sequence[jax.Array], counts: jax.Array, *, room: int) -> jax.Array:
+    out, at = jnp.zeros((2 * room, rows[0].shape[1]), rows[0].dtype), jnp.cumsum(counts) - counts
     for i, some in enumerate(rows):  # what is past the end of one is written over by the next
-        out = jax.lax.dynamic_update_slice_in_dim(out, some, at[i], axis=0)
+        out = jax.lax.dynamic_update_slice_in_dim(out, some[:room], at[i], axis=0)
     return out[:room]
 
 
 def _cut(rows: Any, at: int, count: int) -> Any:
     """So many rows of a medium, from one on; what is past its end is anything."""
-    return rows if not at and len(rows) == count else _part(rows, at, count)
+    return rows if not at and len(rows) == count else undisturbed(functools.partial(_part, rows, at, count))
 
 
 @functools.partial(jax.jit, static_argnames="count")

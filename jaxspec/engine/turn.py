@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspec import decode
 from jaxspec.engine.call import Call
+from jaxspec.engine.inserts import in_order
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.settings import STEPS
@@ -20,7 +21,7 @@ from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import Logprobs
 
 AHEAD = 4  # requests that are read before there is a slot for them
-LOOKAHEAD = 4  # images, sounds and videos that are computed before their rows are needed
+LOOKAHEAD = 8  # inserts, as large as a call has room for, that are computed before their rows are needed
 # While prompts are computed, a step runs one round for every SHARE decoding sequences per unfinished prompt, at least 1 and at most BESIDE.
 # A round takes about as long for few sequences as for many, so while few of them decode, the time is better spent on prompts.
 BESIDE, SHARE = 4, 8
@@ -137,11 +138,12 @@ class Turn:
         under_way = {} if call is None else call.under_way
         with_insert = [r for r in itertools.chain(self.active, self.waiting) if r.inserts and r.seen]
         rows = ((r, r.computed + under_way.get(r, 0) if r.slot >= 0 else find(r.key)[1]) for r in with_insert)
-        coming = (insert for request, computed in rows for insert in request.inserts if insert.begin >= computed)
-        media = set[Any]()
-        for insert in coming:
-            media.add(insert.medium)
-            if len(media) > LOOKAHEAD:
+        coming = [[insert for insert in request.inserts if insert.begin >= computed] for request, computed in rows]
+        coming, left = [inserts for inserts in coming if inserts], float(LOOKAHEAD)
+        size = self._runner.buckets.inserts(coming[0][0].room)[-1][0] if coming else 1
+        for insert in in_order(coming, size):
+            left -= insert.count / insert.room
+            if left < 0:
                 break
             insert.start()
 

@@ -10,7 +10,6 @@ import functools
 import io
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ FRAMES, SOFT_TOKENS = 32, 70  # of a video, and of a frame, where the checkpoint
 FRAMES_TOGETHER = 4  # that a call of the tower reads, if so many have no more tokens than an image, for which memory is planned
 TOKEN_ID = 258_884  # where config.json says nothing
 FPS = 24.0  # of frames that come without, as transformers has it
-THREADS = min(8, os.cpu_count() or 1)  # that make frames fit, beside one that decodes them
+THREADS = 4  # that make frames fit, beside one that decodes them
 LEAST_FPS = 1e-6  # with which no frame's number makes a time too long to be written
 PART = "video_processor"
 EXPECTED = (

@@ -20,7 +20,7 @@ from jaxspec import SamplingParams
 from jaxspec.drafters.base import NoDraft
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.buckets import Buckets
-from jaxspec.engine.inserts import Inserts, in_turn
+from jaxspec.engine.inserts import Inserts, in_order, in_turn
 from jaxspec.engine.learn import Learning
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.runner import Runner
@@ -273,6 +273,26 @@ def test_images_that_fit_share_a_call(monkeypatch):
         prompt = [part for image in images for part in (image, WORDS[3])]
         assert llm.generate(asked(*prompt), GREEDY)[0].token_ids[0] == first_token(*prompt)
         assert shared == calls
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 9), (9, 12, 5), (12, 12, 12)])
+def test_rows_of_several_inserts_lie_in_turn(sizes):
+    """Also of parts of a run, and of towers that give more or fewer rows than a call has room for."""
+    runs = [np.random.default_rng(i).normal(size=(size, HIDDEN)).astype(np.float32) for i, size in enumerate(sizes)]
+    places = [(0, 3), (2, 4), (1, 4)]
+    some = [types.SimpleNamespace(rows=lambda run=run: run, offset=at, count=n, room=11) for run, (at, n) in zip(runs, places, strict=True)]
+    own = [run[at : at + n] for run, (at, n) in zip(runs, places, strict=True)]
+    np.testing.assert_array_equal(in_turn(some)[:11], np.concatenate(own))
+    np.testing.assert_array_equal(in_turn(some[1:])[:8], np.concatenate(own[1:]))
+    np.testing.assert_array_equal(in_turn(some[2:])[:4], own[2])
+    assert len(in_turn(some)) == len(in_turn(some[2:])) == 11
+
+
+def test_inserts_are_looked_for_as_calls_take_them():
+    """Four of each of so many prompts, until these have no more."""
+    prompts = [[f"{name}{i}" for i in range(count)] for name, count in (("a", 6), ("b", 1), ("c", 2), ("d", 5))]
+    assert list(in_order(prompts, 2)) == ["a0", "a1", "a2", "a3", "b0", "a4", "a5", "c0", "c1", "d0", "d1", "d2", "d3", "d4"]
+    assert list(in_order([], 2)) == []
 
 
 def test_samples_of_a_prompt_with_an_image():
