@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import io
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +19,7 @@ from jaxspec.interrupts import begun
 from jaxspec.media.files import explained, file_in, name_of, read_from
 from jaxspec.media.processor import settings_of
 from jaxspec.media.tower import Prepared, Run
+from jaxspec.vision.films import Film, check_av, frames_of, looked_at, picture_of
 from jaxspec.vision.images import Images, source_of
 from jaxspec.vision.preprocessing import read_preprocessing
 
@@ -45,13 +43,15 @@ METADATA = ("fps", "frames_indices", "total_num_frames", "duration", "width", "h
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
     """A video that is known to be one, as far as its beginning tells. name: what an error calls it. data: the path or the bytes of a file,
-    or frames. places: of the frames that are read, ascending. times: of these, in seconds. sizes: their widths and heights."""
+    or frames. places: of the frames that are read, ascending. times: of these, in seconds. sizes: their widths and heights. film: what a
+    file says of itself."""
 
     name: str
     data: Any
     places: Sequence[int]
     times: Sequence[float]
     sizes: Sequence[tuple[int, int]]
+    film: Film | None = None
 
 
 class Videos:
@@ -141,15 +141,10 @@ class Videos:
 
     def _of_file(self, name: str, data: Any) -> Source:
         """Frames of a file, given by its path or its bytes."""
-        with _container(data) as container:
-            stream = container.streams.video[0]
-            count, rate = _length(container, stream), stream.average_rate
-            rate = 1 if not rate and count == 1 else rate  # a GIF of one picture has none, or 0/0
-            size = stream.width, stream.height
-        if not count or not rate or not all(size):
-            raise ValueError(f"it has {count} frames of {size[0]} x {size[1]} pixels at a rate of {rate}")
-        places = spread(count, self.frames)
-        return Source(name, data, places, [float(place / rate) for place in places], [size] * len(places))
+        film = looked_at(data)
+        places = spread(film.count, self.frames)
+        times, sizes = [float(place / film.rate) for place in places], [(film.width, film.height)] * len(places)
+        return Source(name, data, places, times, sizes, film)
 
     def runs(self, video: Any, encode: Callable[[str], list[int]]) -> list[Run]:
         """The frames of a video as they stand in a prompt, each after its time: "00:07 ", the beginning of an image, the frame's tokens,
@@ -166,9 +161,10 @@ class Videos:
         """The frames of a video. Argument and errors are those of `source`, and ValueError for a damaged file."""
         source = self.source(video)
         with _explained(source.name):
-            given = source.data if isinstance(source.data, list) else _frames(source)
-            fit = self.images.prepared if given is source.data else functools.partial(self._fit, source)
-            return list(self._each(fit, given))
+            if source.film is None:
+                return list(self._each(self.images.prepared, source.data))
+            frames = frames_of(source.data, source.film, source.places)
+            return list(self._each(functools.partial(self._fit, source.film), frames))
 
     def _each(self, fit: Callable[[Any], Prepared], frames: Iterable[Any]) -> Iterator[Prepared]:
         """What several threads make of frames, of which they keep few waiting."""
@@ -179,9 +175,9 @@ class Videos:
                 yield coming.popleft().result()
         yield from (each.result() for each in coming)
 
-    def _fit(self, source: Source, frame: Any) -> Prepared:
+    def _fit(self, film: Film, frame: Any) -> Prepared:
         """A frame of a file."""
-        return Prepared.of(self.images.preprocessing.resized(_turned(frame, *source.sizes[0])))
+        return Prepared.of(self.images.preprocessing.resized(picture_of(frame, film)))
 
     def rows(self, prepared: Prepared, then: Sequence[Prepared] = ()) -> jax.Array:
         """See `Images.rows`."""
@@ -196,61 +192,6 @@ def spread(count: int, most: int) -> list[int]:
     """Which of so many frames are read, as transformers samples them; all, if there are no more than that."""
     number = min(count, most)
     return [i * count // number for i in range(number)]
-
-
-def _length(container: Any, stream: Any) -> int:
-    """How many frames a file has, without those that are decoded and not shown, as where a film was cut and not encoded anew: those that
-    its edit list leaves out, and those before the first that needs no other."""
-    if stream.frames and "mp4" in container.format.name.split(","):  # which has edit lists, and all frames in its index
-        return sum(not entry.is_discard for entry in stream.index_entries)
-    if stream.frames:
-        return stream.frames
-    packets = itertools.dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
-    return sum(packet.size > 0 for packet in packets)
-
-
-def _frames(source: Source) -> Iterator[Any]:
-    """The frames of a file that are read, as PyAV has them. Raises ValueError for a file that ends before."""
-    wanted, last, count = set(source.places), source.places[-1], 0
-    with _container(source.data) as container:
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        for count, frame in enumerate(container.decode(stream), 1):
-            if count - 1 in wanted:
-                yield frame
-            if count > last:
-                return
-    raise ValueError(f"it ends after {count} frames; expected {last + 1} at least")
-
-
-def _turned(frame: Any, width: int, height: int) -> Any:
-    """A frame of PyAV's as a PIL image in RGB, turned as its file says. width, height: of the file's first frames; those of later ones may
-    be others, as in a recorded call."""
-    image = frame.to_image(width=width, height=height)
-    # By quarters alone: with others a frame would have another number of rows.
-    return image if frame.rotation % 90 else image.rotate(frame.rotation, expand=True)
-
-
-def check_av() -> None:
-    """Raises ImportError without PyAV."""
-    try:
-        import av  # noqa: F401
-    except ImportError as error:
-        raise ImportError("videos need PyAV: pip install av") from error
-
-
-@contextlib.contextmanager
-def _container(data: Any) -> Iterator[Any]:
-    import av
-
-    # With its protocol, or FFmpeg takes what stands before a colon in a file's name for one, and asks servers, which may never answer.
-    file = f"file:{data}" if isinstance(data, str) else io.BytesIO(data)
-    with av.open(file) as container:
-        if not container.streams.video:
-            raise ValueError("it has no video stream")
-        if container.streams.video[0].codec_context is None:
-            raise ValueError("FFmpeg knows no decoder for it")
-        yield container
 
 
 def _apart(video: Any) -> tuple[Any, Mapping[str, Any]]:
