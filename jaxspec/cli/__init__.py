@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxspec import __version__
-from jaxspec.cli import batch, bench, chat, convert, environment, errors, generate, info, merge, options, train
+from jaxspec.cli import batch, bench, chat, compare, convert, environment, errors, generate, info, merge, options, train
 from jaxspec.interrupts import heeded
 
 
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_parser(commands, model)
     merge.add_parser(commands)
     info.add_parser(commands, hub)
+    compare.add_parser(commands, hub)
     convert.add_parser(commands, hub)
     train.add_parser(commands)
     bench.add_parser(commands)
