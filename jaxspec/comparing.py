@@ -37,9 +37,9 @@ BEYOND = 64  # tokens of the longest text past a window
 class Comparison:
     """What `compare` found.
 
-    reference: the model of transformers. drafts: what guessed, in words. exact: whether both compute in float32. here, there: the
-    log-probabilities of the texts' tokens by the LLM and by the reference, [tokens] float32. same: before which of them both would choose
-    the same, [tokens] bool. gaps: of each token that the LLM wrote, by how much the reference's own choice is likelier in its
+    reference: the model of transformers. drafts: what guessed, in words. exact: whether both compute in float32, with float weights. here,
+    there: the log-probabilities of the texts' tokens by the LLM and by the reference, [tokens] float32. same: before which of them both
+    would choose the same, [tokens] bool. gaps: of each token that the LLM wrote, by how much the reference's own choice is likelier in its
     log-probabilities, [written] float32; 0 where they are one.
     """
 
@@ -102,14 +102,17 @@ def compare(llm: LLM, folder: Path, *, texts: Sequence[str] = TEXTS, tokens: int
     for answer in answers:
         if answer.error is not None:
             raise ValueError(f"a text could not be continued: {answer.error}")
-    model = kind.from_pretrained(folder, dtype=dtype).eval()
+    try:
+        model = kind.from_pretrained(folder, dtype=dtype).eval()
+        found = [_compared(model, ids, answer) for ids, answer in zip(prompts, answers, strict=True)]
+    except Exception as error:  # whatever PyTorch and readers of formats raise
+        raise ValueError(f"transformers cannot run {folder}: {error}") from error
     name = str(model.dtype).removeprefix("torch.")
-    found = [_compared(model, ids, answer) for ids, answer in zip(prompts, answers, strict=True)]
     count = llm.settings.num_draft_tokens
     return Comparison(
         f"{kind.__name__} of transformers {importlib.metadata.version('transformers')}, {name} on the CPU",
         f"{count} drafts a step, {llm.stats.acceptance_length:.2f} tokens a step" if count else "no drafts",
-        name == llm.target.dtype.name == "float32",
+        name == llm.target.dtype.name == "float32" and llm.text_settings["quantised"] is None,
         *(np.concatenate(parts) for parts in zip(*found, strict=True)),
     )
 

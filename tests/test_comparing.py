@@ -85,6 +85,10 @@ def test_what_cannot_be_compared_is_refused(llm, tmp_path, monkeypatch):
     (tmp_path / "jaxspec.json").write_text("{}")
     with pytest.raises(ValueError, match="was converted, and transformers cannot read it; expected the checkpoint that it was made from"):
         comparing.reference_class(tmp_path)
+    kind = comparing.reference_class(saved("plain")[1])
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ValueError, match="transformers cannot run .*prompts-plain: division by zero"):
+        compared(llm, saved("plain")[1])
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match="transformers runs models with PyTorch: pip install torch"):
         comparing.reference_class(saved("plain")[1])
