@@ -116,6 +116,16 @@ def quick_to_compile(unoptimised):
         yield
 
 
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Programs that LLMs of a module share: for modules that load many alike, and whose tests replace no code that programs are made of."""
+    import quick
+
+    with pytest.MonkeyPatch.context() as patch:
+        quick.shared_programs(patch)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_module():
     """Drops a module's compiled programs at its end: a process may have only so many memory maps (65,530 on Linux by default), each

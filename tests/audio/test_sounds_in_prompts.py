@@ -26,7 +26,7 @@ from jaxspec import SamplingParams
 from jaxspec.audio import Sounds, sounds
 from jaxspec.vision import Images
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile", "masks_of_the_12b")
+pytestmark = pytest.mark.usefixtures("quick_to_compile", "shared_programs", "masks_of_the_12b")
 masks_of_the_12b = media_oracle.masks_of_the_12b
 IMAGE, AUDIO = 5, 8  # tokens of the pocket tokenizer that nothing else uses
 TOKENS = {"image_token_id": IMAGE, "boi_token_id": 6, "eoi_token_id": 7, "audio_token_id": AUDIO, "boa_token_id": 9, "eoa_token_index": 10}

@@ -19,10 +19,10 @@ from jaxspec.checkpoint import from_floats, given, packing
 from jaxspec.engine import new_weights
 from jaxspec.engine.programs import Programs
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = pytest.mark.usefixtures("quick_to_compile", "shared_programs")
 SIZES = {"max_slots": 4, "max_len": 96, "progress": False}
 PROMPTS = np.random.default_rng(0).integers(100, 4000, (6, 20)).tolist()
-PARAMS = [SamplingParams(max_tokens=16, seed=i, temperature=float(i % 2), ignore_eos=True) for i in range(6)]
+PARAMS = [SamplingParams(max_tokens=10, seed=i, temperature=float(i % 2), ignore_eos=True) for i in range(6)]
 WEIGHTS = "model.safetensors"
 
 

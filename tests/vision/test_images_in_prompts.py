@@ -32,7 +32,7 @@ from jaxspec import SamplingParams
 from jaxspec.engine import fetches
 from jaxspec.vision import Images
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile", "masks_of_the_12b")
+pytestmark = pytest.mark.usefixtures("quick_to_compile", "shared_programs", "masks_of_the_12b")
 masks_of_the_12b = media_oracle.masks_of_the_12b
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
