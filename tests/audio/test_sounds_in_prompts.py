@@ -1,6 +1,7 @@
 """Sounds in prompts against transformers, in float32, from a saved checkpoint over the tower to the last token; images beside them."""
 
 import base64
+import contextlib
 import copy
 import functools
 import io
@@ -37,6 +38,9 @@ TEMPLATE = (
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 ROWS = 70  # of a sound that a call computes here
 KINDS = ("plain", "unified")
+# Of LLMs with a drafter and without one: those of the same settings share their programs.
+DRAFTING = {"num_draft_tokens": 3, "max_len": 384, "max_slots": 2, "images": ROWS, "audio": True}
+ALONE = {"max_len": 256, "max_slots": 1, "audio": True, "progress": False}
 
 
 @functools.cache
@@ -57,12 +61,21 @@ def saved(kind):
     return model, folder
 
 
-@functools.cache
-def loaded(kind, **more):
-    settings = {"num_draft_tokens": 3, "max_len": 384, "max_slots": 2, "images": ROWS, "audio": True, "progress": False} | more
+@contextlib.contextmanager
+def small_rooms():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sounds, "ROOMS", (10, ROWS))
-        return jaxspec.load(saved(kind)[1], "ngram", **settings)
+        yield
+
+
+@small_rooms()
+def opened(folder):
+    return jaxspec.load(folder, "ngram", **DRAFTING, progress=False)
+
+
+@functools.cache
+def loaded(kind):
+    return opened(saved(kind)[1])
 
 
 @torch.no_grad()
@@ -106,7 +119,7 @@ def test_sounds_and_images_in_one_prompt(kind):
 
 def test_a_model_that_hears_alone():
     heard = audio_oracle.sound(2, 4)
-    llm = jaxspec.load(saved("plain")[1], max_len=128, max_slots=1, audio=True, progress=False)
+    llm = jaxspec.load(saved("plain")[1], **ALONE)
     assert llm.settings.insert_rows == sounds.ROOMS == (256, 768) and llm.media == ("audio",)
     answer = llm.generate({"prompt": "a <unused8>", "multi_modal_data": {"audio": heard}}, GREEDY)[0]
     same(answer, expected("plain", answer.prompt_token_ids, [heard]))
@@ -201,7 +214,7 @@ def test_a_batch_of_messages_with_sounds(tmp_path):
     content = [{"type": "audio_url", "audio_url": {"url": str(tmp_path / "sound.wav")}}, {"type": "text", "text": "What is it?"}]
     lines = [{"messages": [{"role": "user", "content": content}]}, {"messages": [{"role": "user", "content": content[1:]}]}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["--target", str(saved("plain")[1]), "--audio", "--max-len", "256", "--max-slots", "2"]
+    options = ["--target", str(saved("plain")[1]), "--audio", "--max-len", "256", "--max-slots", "1"]
     options += ["--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--token-ids"]
     assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *options]) == 0
     found = {line["id"]: line["token_ids"] for line in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
@@ -218,7 +231,7 @@ def test_a_conversation_on_the_command_line(tmp_path, monkeypatch, capsys):
     files = [{"type": "audio", "path": str(tmp_path / f"{i}.wav")} for i in range(2)]
     for i, file in enumerate(files):
         soundfile.write(file["path"], audio_oracle.sound(1.7, i), 16_000, subtype="FLOAT")
-    command = ["chat", "--target", str(saved("plain")[1]), "--max-len", "384", "--max-tokens", "4", "--temperature", "0", "--audio"]
+    command = ["chat", "--target", str(saved("plain")[1]), "--max-len", "256", "--max-tokens", "4", "--temperature", "0", "--audio"]
     monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\nAnd now?\n"))
     assert main([*command, files[0]["path"], "--audio", files[1]["path"]]) == 0
     said, params = capsys.readouterr().out, SamplingParams(temperature=0, max_tokens=4)
@@ -235,9 +248,8 @@ def test_rows_of_a_generator_with_sounds(tmp_path):
     soundfile.write(tmp_path / "sound.wav", heard, 16_000, subtype="FLOAT")
     forms = str(tmp_path / "sound.wav"), heard, {"array": heard, "sampling_rate": 16_000}, (tmp_path / "sound.wav").read_bytes()
     rows = [{"id": i, "messages": [{"role": "user", "content": [{"type": "audio", "audio": form}]}]} for i, form in enumerate(forms)]
-    settings = {"num_draft_tokens": 3, "max_len": 256, "max_slots": 2, "audio": True, "messages_column": "messages"}
-    params = SamplingParams(temperature=0, max_tokens=4)
-    with jaxspec.Generator(saved("plain")[1], "ngram", sampling_params=params, id_column="id", **settings) as generator:
+    columns, params = {"id_column": "id", "messages_column": "messages"}, SamplingParams(temperature=0, max_tokens=4)
+    with small_rooms(), jaxspec.Generator(saved("plain")[1], "ngram", sampling_params=params, **columns, **DRAFTING) as generator:
         named = generator.rows(rows)
     assert [(row["text"], row["error"]) for row in named] == [(loaded("plain").chat(rows[0]["messages"], params).text, None)] * 4
 
@@ -247,7 +259,7 @@ def test_a_script_for_vllm_with_sounds():
     from jaxspec.vllm import SamplingParams as Params
 
     heard, params = audio_oracle.sound(1.7, 5), Params(temperature=0, max_tokens=8, ignore_eos=True)
-    llm = LLM(str(saved("plain")[1]), max_model_len=128, max_num_seqs=1, limit_mm_per_prompt={"audio": 1})
+    llm = LLM(str(saved("plain")[1]), max_model_len=256, max_num_seqs=1, limit_mm_per_prompt={"audio": 1})
     (answer,) = llm.generate({"prompt": "a <unused8>", "multi_modal_data": {"audio": (heard, 16_000)}}, params)
     assert answer.outputs[0].token_ids == expected("plain", answer.prompt_token_ids, [heard])[0]
     with pytest.raises(ValueError, match=re.escape("to read images, load with limit_mm_per_prompt={'image': 1}")):
@@ -263,7 +275,7 @@ def test_an_adapter_of_the_tower_is_merged(kind, tmp_path):
         shutil.copy(tiny.POCKET / name, made.target / name)
     before, wanted = (np.asarray(Sounds.load(folder, jnp.float32).rows(heard)) for folder in (made.target, made.merged))
     assert np.abs(before - wanted).max() > 0.1 * np.abs(wanted).max()
-    llm = jaxspec.load(made.target, adapter=made.adapter, audio=True, max_len=128, max_slots=1, progress=False)
+    llm = jaxspec.load(made.target, adapter=made.adapter, **ALONE)
     np.testing.assert_allclose(llm._inserts.towers["audio"].rows(heard), wanted, atol=1e-4, rtol=1e-4)
     converted = jaxspec.convert(made.target, tmp_path / "converted", adapter=made.adapter, progress=False)
     np.testing.assert_allclose(Sounds.load(converted, jnp.float32).rows(heard), wanted, atol=1e-4, rtol=1e-4)
@@ -276,7 +288,7 @@ def test_an_adapter_of_the_tower_is_merged(kind, tmp_path):
 def test_a_converted_checkpoint_hears(kind, tmp_path):
     folder = jaxspec.convert(saved(kind)[1], tmp_path / "converted", progress=False)
     heard, image = audio_oracle.sound(2, 4), picture(1, (30, 50))
-    llm = jaxspec.load(folder, "ngram", num_draft_tokens=3, max_len=256, max_slots=2, images=70, audio=True, progress=False)
+    llm = opened(folder)
     prompt = {"prompt": "a <unused8> <unused5>", "multi_modal_data": {"audio": heard, "image": image}}
     answer = llm.generate(prompt, GREEDY)[0]
     same(answer, expected(kind, answer.prompt_token_ids, [heard], [image]))
