@@ -16,7 +16,7 @@ from jaxspec import cli
 from jaxspec.engine.completion import Chunk
 from jaxspec.engine.params import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+pytestmark = pytest.mark.usefixtures("unoptimised", "shared_programs")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from jaxspec.engine import new_weights
 from jaxspec.engine.programs import Programs
 from jaxspec.engine.runner import Runner
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = pytest.mark.usefixtures("quick_to_compile", "shared_programs")
 SIZES = {"max_slots": 2, "max_len": 64, "progress": False}
 PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 LEARN = {"share": 0.9, "batch": 2, "length": 32, "anchors": 4, "rate": 1e-2, "every": 1, "patience": 1000}

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 import jaxspec
 from jaxspec import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
+pytestmark = pytest.mark.usefixtures("quick_to_compile", "shared_programs")
 SIZES = {"max_slots": 2, "max_len": 64, "progress": False}
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 NORM = "model.language_model.norm.weight"
