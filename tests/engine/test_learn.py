@@ -25,7 +25,7 @@ LEARN = Learn(share=0.9, batch=2, length=32, anchors=4, rate=1e-2, every=1, pati
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_to_compile(unoptimised):
+def quick_to_compile(unoptimised, shared_programs):
     with pytest.MonkeyPatch.context() as patch:
         few_programs(patch)
         yield

@@ -11,7 +11,7 @@ from jaxspec.engine.program_kinds import Prefill
 from jaxspec.engine.programs import Programs
 from jaxspec.sampling.choice import PLAIN
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+pytestmark = pytest.mark.usefixtures("unoptimised", "shared_programs")
 SHARING = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ROWS = 128  # of a call
