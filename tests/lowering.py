@@ -11,7 +11,7 @@ from jaxlib.triton import dialect as triton_dialect
 
 def for_cuda(function, *args, **static):
     """The text of a jitted function's program. args: arrays or their shapes; static: its static arguments."""
-    return _lowered(function, *args, **static).as_text()
+    return lowered_for_cuda(function, *args, **static).as_text()
 
 
 def triton_kernels(function, *args, **static):
@@ -31,11 +31,12 @@ def triton_kernels(function, *args, **static):
             found.append((name.decode(), types, text))
         return ir.WalkResult.ADVANCE
 
-    _lowered(function, *args, **static).compiler_ir().operation.walk(visit)
+    lowered_for_cuda(function, *args, **static).compiler_ir().operation.walk(visit)
     return found
 
 
-def _lowered(function, *args, **static):
+def lowered_for_cuda(function, *args, **static):
+    """A jitted function's program. Arguments as in `for_cuda`."""
     registered = contextlib.nullcontext()
     if jax.__version_info__ >= (0, 11):  # from here on, a kernel is lowered for the GPU that is there, or for one of a registered kind
         gpus = importlib.import_module("jax._src.pallas.triton.gpu_info")

@@ -24,11 +24,11 @@ def shared_programs(patch):
     """LLMs whose programs would be the same have them lowered and compiled once, while the patch lasts."""
     made, lowered = {}, Programs._lowered
 
-    def shared(self, program):
+    def shared(self, program, pool):
         key = _what_is_compiled(self, program)
         if key in made:
             return lambda: made[key]
-        compile = lowered(self, program)
+        compile = lowered(self, program, pool)
 
         def compiled():
             made[key] = compile()

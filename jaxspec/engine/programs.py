@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from jaxspec.decode.state import DecodeState
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine import cuda_graphs
+from jaxspec.engine import cuda_graphs, kernels_ahead
 from jaxspec.engine.admission import init_state
 from jaxspec.engine.device_clock import Times
 from jaxspec.engine.kept_programs import by_address, kept_programs
@@ -188,7 +188,7 @@ class Programs:
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         with self._times.compiling(), self._explained():
             try:
-                pending = {begun(pool, self._compiler(program)): program for program in missing}
+                pending = {begun(pool, self._compiler(program, pool)): program for program in missing}
                 for done in concurrent.futures.as_completed(pending):
                     program = pending[done]
                     self.compiled[program] = done.result()
@@ -270,14 +270,15 @@ class Programs:
             lower = ", ".join(f"{name} ({getattr(self.settings, name)})" for name in ("max_slots", "max_len", "kv_pages"))
             raise MemoryError(f"the device ran out of memory; lower {lower} or memory_fraction: {reason}") from error
 
-    def _compiler(self, program: Program) -> Callable[[], Any]:
-        """Returns what makes a program ready: reads it where it was kept, or compiles it, for which it is lowered now."""
+    def _compiler(self, program: Program, pool: concurrent.futures.Executor) -> Callable[[], Any]:
+        """Returns what makes a program ready: reads it where it was kept, or compiles it, for which it is lowered now. pool: compiles its
+        kernels beside it."""
         kept, path = self._kept, self._path(program)
         if kept is None or path is None:
-            return self._lowered(program)
+            return self._lowered(program, pool)
         if path.exists():
-            return lambda: kept.read(path) or self._lowered(program)()
-        compile = self._lowered(program)
+            return lambda: kept.read(path) or self._lowered(program, pool)()
+        compile = self._lowered(program, pool)
 
         def compile_and_keep() -> Any:
             compiled = compile()
@@ -293,9 +294,11 @@ class Programs:
             name = f"{name} {_signature(self.automata)}"
         return None if self._kept is None or by_address(name) else self._kept.path(name)
 
-    def _lowered(self, program: Program) -> Callable[[], Any]:
-        """Lowers a program, and returns what compiles it."""
+    def _lowered(self, program: Program, pool: concurrent.futures.Executor) -> Callable[[], Any]:
+        """Lowers a program, begins to compile its kernels, and returns what compiles it."""
         lowered = self._lower(program)
+        for compile_kernel in kernels_ahead.compilers(lowered, self.devices):
+            begun(pool, compile_kernel)
         compile = functools.partial(cuda_graphs.compiled, lowered, self.devices) if program.loops else lowered.compile
         return functools.partial(undisturbed, compile)
 

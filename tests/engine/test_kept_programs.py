@@ -46,9 +46,9 @@ def lowered(monkeypatch):
     """The programs that are lowered."""
     seen, lower = [], programs.Programs._lowered
 
-    def counted(self, program):
+    def counted(self, program, pool):
         seen.append(str(program))
-        return lower(self, program)
+        return lower(self, program, pool)
 
     monkeypatch.setattr(programs.Programs, "_lowered", counted)
     return seen
