@@ -85,12 +85,13 @@ def _frames_in(container: Any, stream: Any) -> tuple[int, Index | None]:
         return shown, _index(times, [i for i, entry in enumerate(entries) if entry.is_keyframe]) if even else None
     if stream.frames:
         return stream.frames, None
-    packets = [packet for packet in itertools.dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream)) if packet.size]
-    if any(packet.pts is None for packet in packets):
-        return len(packets), None
-    times = sorted({packet.pts for packet in packets})
-    keys = sorted(bisect.bisect_left(times, packet.pts) for packet in packets if packet.is_keyframe)
-    return len(packets), _index([time - times[0] for time in times], keys) if len(times) == len(packets) else None
+    packets = itertools.dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
+    found = [(packet.pts, packet.is_keyframe) for packet in packets if packet.size]  # without what is in them
+    times = sorted({time for time, _ in found if time is not None})
+    if len(times) < len(found):
+        return len(found), None
+    keys = sorted(bisect.bisect_left(times, time) for time, is_key in found if is_key)
+    return len(found), _index([time - times[0] for time in times], keys)
 
 
 def _index(times: Sequence[int], keys: Sequence[int]) -> Index | None:
