@@ -425,7 +425,7 @@ def test_an_interrupted_warmup_begins_no_more_programs(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     begun = []
 
-    def compiler(program):
+    def compiler(program, pool):
         return lambda: begun.append(program) or time.sleep(0.05)
 
     programs = types.SimpleNamespace(compiled={}, _times=Times(time.perf_counter), _explained=contextlib.nullcontext, _compiler=compiler)
@@ -439,7 +439,7 @@ def test_an_interrupted_warmup_begins_no_more_programs(monkeypatch):
 def test_programs_are_compiled_though_pools_take_no_more_work(monkeypatch):
     """As in a thread that goes on when the main one has ended."""
     told = types.SimpleNamespace(compiled={}, _times=Times(time.perf_counter), _explained=contextlib.nullcontext)
-    told._compiler = lambda program: lambda: program + 1
+    told._compiler = lambda program, pool: lambda: program + 1
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     assert sorted(Programs.compile(told, range(3))) == ["0", "1", "2"] and told.compiled == {0: 1, 1: 2, 2: 3}
 
@@ -588,7 +588,7 @@ def test_bad_arguments_of_calls(speculative):
 
 def test_who_waits_for_a_program_is_told(llm, monkeypatch, capsys):
     programs, program = llm._runner.programs, DecodeRounds(7, PLAIN, 0)
-    monkeypatch.setattr(programs, "_compiler", lambda program: lambda: print("compiles", file=sys.stderr) or program)
+    monkeypatch.setattr(programs, "_compiler", lambda program, pool: lambda: print("compiles", file=sys.stderr) or program)
     monkeypatch.setattr(programs, "compiled", dict(programs.compiled))
     for progress in (True, False):
         monkeypatch.setattr(programs, "settings", dataclasses.replace(programs.settings, progress=progress))
