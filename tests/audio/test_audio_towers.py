@@ -8,7 +8,6 @@ import pytest
 from jaxspec.audio import Sounds
 from jaxspec.audio.features import Mel
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
 LENGTHS = (0.0101, 0.2, 1.0, 1.0004, 2.51, 7.93)  # seconds, from one row on
 
 
