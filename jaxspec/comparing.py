@@ -71,7 +71,7 @@ class Comparison:
         mean, gap = self.limits
         found = self.differences
         chosen = int((self.gaps == 0).sum())
-        others = f"; those of others are {self.gaps.max():.4f} less likely at most" if chosen < len(self.gaps) else ""
+        others = f", and the others are up to {self.gaps.max():.4f} less likely there" if chosen < len(self.gaps) else ""
         return "\n".join(
             (
                 f"reference   {self.reference}",
@@ -96,7 +96,7 @@ def compare(llm: LLM, folder: Path, *, texts: Sequence[str] = TEXTS, tokens: int
     longest = min(getattr(llm.config, "sliding_window", 0) + BEYOND, most)
     prompts.append(list(itertools.islice(itertools.cycle(itertools.chain(*prompts)), longest)))
     if any(len(ids) < 2 for ids in prompts):
-        raise ValueError(f"a text has less than two tokens, or max_len, {llm.max_len}, has no room for two and for {tokens} others")
+        raise ValueError(f"a text has fewer than two tokens, or max_len, {llm.max_len}, has no room for two and for {tokens} others")
     params = SamplingParams(temperature=0, max_tokens=tokens, prompt_logprobs=1, ignore_eos=True)
     answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     for answer in answers:
@@ -108,10 +108,11 @@ def compare(llm: LLM, folder: Path, *, texts: Sequence[str] = TEXTS, tokens: int
     except Exception as error:  # whatever PyTorch and readers of formats raise
         raise ValueError(f"transformers cannot run {folder}: {error}") from error
     name = str(model.dtype).removeprefix("torch.")
-    count = llm.settings.num_draft_tokens
+    count, steps = llm.settings.num_draft_tokens, sum(answer.stats.steps for answer in answers)
+    length = sum(len(answer.token_ids) - 1 for answer in answers) / steps if steps else 1.0  # a first token is of no step
     return Comparison(
         f"{kind.__name__} of transformers {importlib.metadata.version('transformers')}, {name} on the CPU",
-        f"{count} drafts a step, {llm.stats.acceptance_length:.2f} tokens a step" if count else "no drafts",
+        f"{count} drafts a step, {length:.2f} tokens a step" if count else "no drafts",
         name == llm.target.dtype.name == "float32" and llm.text_settings["quantised"] is None,
         *(np.concatenate(parts) for parts in zip(*found, strict=True)),
     )

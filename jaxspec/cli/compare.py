@@ -24,7 +24,7 @@ def add_parser(commands: Any, hub: argparse.ArgumentParser) -> None:
     compare.add_argument("--reference-dtype", default="auto", choices=("auto", "float32", "bfloat16"), metavar="DTYPE", help=text)
     compare.add_argument("--mesh", metavar="AXIS=N,...", help="devices to spread the model over, such as tensor=4 (default: one device)")
     compare.add_argument("--tokens", type=int, default=32, metavar="N", help="to write after each text (default: 32)")
-    text = "also compare the text of this file; may be repeated (default: some short texts of several languages)"
+    text = "compare the text of this file beside some short texts of several languages; may be repeated"
     compare.add_argument("--text", action="append", default=[], metavar="FILE", help=text)
     compare.set_defaults(command=_run)
 
