@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import inspect
+import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_others
 from jaxspec.batch.lines import LineReader, derived_seed
+from jaxspec.batch.openai import functions
 from jaxspec.checks import integer, type_name
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.fetches import Fetches
@@ -46,7 +48,8 @@ class Generator:
     prompt_column: the column of prompts, texts or lists of token ids. messages_column: the column of conversations, in its place.
     id_column: the column of ids, texts or integers; without one, a row's prompt stands for its id, and equal prompts get equal texts; then
     images, sounds and videos are given by path or URL.
-    enable_thinking: for the chat template of messages. output_prefix: what the names of new columns begin with.
+    enable_thinking, tools: for the chat template of messages; tools are functions that the model may call, as OpenAI's API has them.
+    output_prefix: what the names of new columns begin with.
 
     Several threads may call it. Their rows share the device, so that two calls at a time keep it full while one of them ends. A pickled
     copy loads again.
@@ -65,6 +68,7 @@ class Generator:
         id_column: str | None = None,
         seed: int = 0,
         enable_thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         output_prefix: str = "",
         **settings: Any,
     ):
@@ -75,16 +79,18 @@ class Generator:
         check_columns(prompt_column, messages_column, id_column, output_prefix)
         self._key, self._column = ("prompt", prompt_column) if messages_column is None else ("messages", messages_column)
         self._ids, self._prefix = () if id_column is None else (id_column,), output_prefix
+        self._new = COLUMNS if messages_column is None else COLUMNS | {"message": object}
         self._seed = integer("seed", seed, 0, MAX_SEED - 1)
         self.llm = load(target, drafter, **{"progress": False, **settings})
-        self._reader = LineReader(self.llm, params, seed, enable_thinking)
+        self._reader = LineReader(self.llm, params, seed, enable_thinking, None if tools is None else functions(tools))
         self._source, self._batches = _Source(), set[_Batch]()
         self._lock, self._serving, self._closed = threading.Lock(), False, False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-generator")  # joined when the interpreter ends
 
     def __call__(self, batch: Any) -> Any:
         """The batch with new columns: text, prompt_tokens, completion_tokens, finish_reason ("stop", "length" or "error"),
-        acceptance_length (tokens a step) and error, which is None for a row that was served.
+        acceptance_length (tokens a step) and error, which is None for a row that was served; of conversations also message, what
+        `Completion.message` is as JSON text.
 
         batch: a dict of columns (numpy arrays or lists), a pyarrow.Table or a pandas.DataFrame; the result is of the same type. A row that
         cannot be served has its error in its own row, with text None.
@@ -106,7 +112,7 @@ class Generator:
         names = dict.fromkeys([self._column, *self._ids, *(name for row in rows for name in row)])
         batch = self._submit({name: [row.get(name) for row in rows] for name in names})
         self._wait(batch)
-        new = [{f"{self._prefix}{name}": cell for name, cell in cells.items()} for cells in batch.rows]
+        new = [{f"{self._prefix}{name}": cells.get(name) for name in self._new} for cells in batch.rows]
         return [{**row, **cells} for row, cells in zip(rows, new, strict=True)]
 
     def map(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -164,7 +170,7 @@ class Generator:
         for name in wanted:
             if name not in columns:
                 raise ValueError(f"the batch has no column {name!r}; found {', '.join(map(repr, columns)) or 'none'}")
-        taken = [self._prefix + name for name in COLUMNS if self._prefix + name in columns]
+        taken = [self._prefix + name for name in self._new if self._prefix + name in columns]
         if taken:
             raise ValueError(f"the batch has a column {taken[0]!r} already; rename it, or set output_prefix")
         values = [_values(batch, name) for name in wanted]
@@ -233,7 +239,8 @@ class Generator:
         if isinstance(result, Exception):
             batch.fail(row.at, result)
         else:
-            batch.rows[row.at] = _cells(result)
+            message = {"message": json.dumps(result.message, ensure_ascii=False)} if "message" in self._new else {}
+            batch.rows[row.at] = _cells(result) | message
         batch.left -= 1
         if not batch.left:
             with self._lock:
@@ -248,7 +255,8 @@ class Generator:
 
     def _result(self, batch: _Batch) -> Any:
         self._wait(batch)
-        return _with_columns(batch.given, {f"{self._prefix}{name}": [row[name] for row in batch.rows] for name in COLUMNS})
+        new = {f"{self._prefix}{name}": ([row.get(name) for row in batch.rows], kind) for name, kind in self._new.items()}
+        return _with_columns(batch.given, new)
 
     @heeded()
     def _wait(self, batch: _Batch) -> None:
@@ -355,20 +363,19 @@ def _values(batch: Any, name: str) -> list[Any]:
     return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
 
 
-def _with_columns(batch: Any, new: Mapping[str, list[Any]]) -> Any:
-    """The batch with more columns."""
-    kinds = dict(zip(new, COLUMNS.values(), strict=True))
+def _with_columns(batch: Any, new: Mapping[str, tuple[list[Any], Any]]) -> Any:
+    """The batch with more columns. new: the values of each and their type."""
     if isinstance(batch, Mapping):
-        return {**batch, **{name: np.array(values, kinds[name]) for name, values in new.items()}}
+        return {**batch, **{name: np.array(values, kind) for name, (values, kind) in new.items()}}
     if hasattr(batch, "assign"):
         import pandas as pd
 
-        return batch.assign(**{name: pd.Series(values, batch.index, kinds[name]) for name, values in new.items()})
+        return batch.assign(**{name: pd.Series(values, batch.index, kind) for name, (values, kind) in new.items()})
     import pyarrow as pa
 
     types = {object: pa.string(), np.int64: pa.int64(), np.float64: pa.float64()}
-    for name, values in new.items():
-        batch = batch.append_column(name, pa.array(values, types[kinds[name]]))
+    for name, (values, kind) in new.items():
+        batch = batch.append_column(name, pa.array(values, types[kind]))
     return batch
 
 

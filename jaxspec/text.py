@@ -96,15 +96,9 @@ class Tokenizer:
         marks = next((both for both in map(ids, (THOUGHTS, OTHER_THOUGHTS)) if min(both) >= 0), (-1, -1))
         return marks[0], marks[1], ids((THINK,))[0]
 
-    def thoughts(self, ids: Sequence[int]) -> str:
-        """The decoded thoughts at the beginning of an output; "" if there are none.
-
-        Later turns of a conversation must not see thoughts, and decoded text has no tokens that would mark them for a chat template.
-        """
-        opening, closing = map(self._hf.backend_tokenizer.token_to_id, THOUGHTS)
-        if opening is None or not ids or ids[0] != opening:
-            return ""
-        return self.decode(ids[: ids.index(closing) if closing in ids else len(ids)])
+    def has_tokens(self, texts: Collection[str]) -> bool:
+        """Whether each of these texts is one token."""
+        return all(self._hf.backend_tokenizer.token_to_id(text) is not None for text in texts)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, even a special one; "" for an id without a token."""

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import huggingface_hub
 import ignored
@@ -78,10 +79,7 @@ class Talker:
     stats = "none"
 
     def __init__(self):
-        self.asked, self.tokenizer = [], self
-
-    def thoughts(self, ids):
-        return "hm " if ids[:1] == [100] else ""
+        self.asked = []
 
     def stream_chat(self, messages, params, *, enable_thinking):
         if len(messages[-1]["content"]) > 9:
@@ -90,10 +88,11 @@ class Talker:
         return self.chunks(len(self.asked) == 2)
 
     def chunks(self, interrupted):
-        yield Chunk("hm ", [100])
+        yield Chunk("hm ", [100], delta={"reasoning_content": "hm "})
         if interrupted:
             raise KeyboardInterrupt
-        yield Chunk("é", [7])
+        answer = SimpleNamespace(message={"role": "assistant", "content": "é", "reasoning_content": "hm"})
+        yield Chunk("é", [7], "stop", answer, delta={"content": "é"})
 
 
 def talk(monkeypatch, lines, *, somebody):
@@ -117,8 +116,8 @@ def talk(monkeypatch, lines, *, somebody):
 def test_a_conversation_outlives_an_interrupted_answer_and_a_turn_too_long(monkeypatch, capsys):
     status, asked = talk(monkeypatch, ["a", "b", "much too long", "c"], somebody=True)
     assert (status, capsys.readouterr().err) == (0, "jaxspec: prompt 0 has 99 tokens; expected at most 9\n")
-    # Without the thoughts, which the interrupted answer has alone.
     assert [message["content"] for message in asked[-1]] == ["a", "é", "b", "", "c"]
+    assert [message.get("reasoning_content") for message in asked[-1]] == [None, "hm", None, None, None]
     for lines, wanted in ((["a", "b", "c"], 130), (["a", "much too long"], 2)):  # where nobody types, each ends the command
         assert talk(monkeypatch, lines, somebody=False)[0] == wanted
 
@@ -138,7 +137,13 @@ def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
     monkeypatch.setattr("sys.stdout", screen)
     assert talk(monkeypatch, ["a"], somebody=False)[0] == 0
     screen.flush()
-    assert screen.buffer.getvalue() == b"hm ?\n"
+    assert screen.buffer.getvalue() == b"hm \n?\n"
+
+
+def test_a_terminal_shows_thoughts_dimmed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert talk(monkeypatch, ["a"], somebody=True)[0] == 0
+    assert capsys.readouterr().out == "\x1b[2mhm \x1b[0m\né\n"
 
 
 def test_bench_refuses_a_bad_list_and_a_file_that_cannot_be_written_before_it_measures(monkeypatch, capsys, tmp_path):

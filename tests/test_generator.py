@@ -230,17 +230,20 @@ def test_batches_and_settings_that_make_no_sense(generator, folders):
 
 def test_it_is_pickled_as_its_arguments_and_closed(folders):
     """Without a column of ids, a row's prompt stands for its id. Here it is a conversation."""
-    kept = {"max_len": 64, "max_slots": 1, "output_prefix": "new_", "prompt_column": "text"}
+    kept = {"max_len": 64, "max_slots": 1, "output_prefix": "new_", "messages_column": "talk"}
+    talks = [[{"role": "user", "content": said}] for said in ("def", "x", "def")]
     made = jaxspec.Generator(folders[0], sampling_params=PARAMS, seed=3, **kept)
     assert len(pickle.dumps(made)) < 2000
     copy = pickle.loads(pickle.dumps(made))
     made.close()
     made.close()
     with pytest.raises(RuntimeError, match="the Generator is closed; make another"):
-        made({"text": ["x"]})
+        made({"talk": talks})
     with copy:
-        found = copy({"text": ["def", "x", "def"]})
+        found = copy({"talk": [*talks, []]})
         assert found["new_text"][0] == found["new_text"][2] != found["new_text"][1]
-        params = PARAMS.replace(seed=derived_seed(3, "def"))
-        assert found["new_text"][0] == copy.llm.generate("def", params)[0].text
-    assert json.dumps(found["new_error"].tolist()) == "[null, null, null]"
+        answer = copy.llm.chat(talks[0], PARAMS.replace(seed=derived_seed(3, talks[0])))
+        assert found["new_text"][0] == answer.text and json.loads(found["new_message"][0]) == answer.message
+        last = copy.rows([{"talk": talk} for talk in [*talks, []]])[3]
+    assert found["new_error"].tolist()[:3] == [None] * 3 and "at least one message" in found["new_error"][3]
+    assert found["new_message"][3] is last["new_message"] is None and last["new_error"] == found["new_error"][3]

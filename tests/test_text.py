@@ -11,7 +11,6 @@ import transformers
 from small_tokenizers import CORPUS, KINDS, SPECIALS, byte_fallback, byte_level, save
 from tokenizers import AddedToken
 
-from jaxspec import checkpoint
 from jaxspec.text import CLASSES, CONTEXT_TOKENS, INCOMPLETE, IncrementalDetokenizer, OutputText, load_tokenizer
 
 # Characters of 1 to 4 bytes that no merge covers, a skin tone, a joined family, combining marks, a flag.
@@ -326,14 +325,6 @@ def test_arguments_of_calls_are_read_where_they_are_a_json_text(chat_folder, arg
     tokenizer = load_tokenizer(chat_folder)
     found = tokenizer.decode(tokenizer.apply_chat_template(messages, chat_template=template))
     assert found == f"Go[a:{written}][b:'']" and calls[0]["function"]["arguments"] == arguments
-
-
-def test_thoughts_are_what_an_output_begins_with_up_to_the_end_of_its_channel():
-    tokenizer = load_tokenizer(checkpoint.resolve("pocket"))
-    thought, answer = tokenizer.encode_word("<|channel>thought\nlong\n<channel|>"), tokenizer.encode_word("short")
-    assert tokenizer.thoughts(thought + answer) == tokenizer.thoughts(thought) == "thought\nlong\n"
-    assert tokenizer.thoughts(thought[:-1]) == "thought\nlong\n" and tokenizer.decode(thought + answer) == "thought\nlong\nshort"
-    assert tokenizer.thoughts(answer + thought) == tokenizer.thoughts([]) == ""
 
 
 @pytest.mark.parametrize(

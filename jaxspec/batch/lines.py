@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.batch import openai
@@ -14,9 +14,22 @@ from jaxspec.engine.completion import Completion
 from jaxspec.engine.intake import Prompt
 from jaxspec.engine.params import SamplingParams
 
-LINE_KEYS = ("id", "prompt", "messages", "params")
+LINE_KEYS = ("id", "prompt", "messages", "tools", "params")
 PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
-RESULT_KEYS = ("line", "request", "index", "text", "token_ids", "finish_reason", "stop_reason", "seed", "model", "usage", "acceptance")
+RESULT_KEYS = (
+    "line",
+    "request",
+    "index",
+    "text",
+    "message",
+    "token_ids",
+    "finish_reason",
+    "stop_reason",
+    "seed",
+    "model",
+    "usage",
+    "acceptance",
+)
 RESULT_KEYS += ("logprobs", "prompt_logprobs", "error")
 
 
@@ -47,13 +60,14 @@ class LineReader:
     params: SamplingParams  # what a line's own params leave out
     seed: int  # the run's, from which lines without a seed get theirs
     enable_thinking: bool  # for the chat template of messages
+    tools: Sequence[Any] | None = None  # functions that the model may call in answers to messages that bring none
 
     def read(self, number: int, values: Mapping[str, Any]) -> Line:
         """The request of line `number`, without its prompt. Raises ValueError or TypeError if it cannot be served."""
         name, template, extra, url = name_of(number, values), dict[str, Any](enable_thinking=self.enable_thinking), {}, None
         if openai.is_line(values):
             found = openai.read(values)
-            name, url, given = found.name, found.url, found.params
+            name, url, given, tools = found.name, found.url, found.params, found.tools
             asked = {openai.ASKS[url]: found.what}
             options = dict(found.template)
             template["enable_thinking"] = options.pop("enable_thinking", self.enable_thinking)
@@ -62,6 +76,9 @@ class LineReader:
         else:
             given, extra = _plain(values)
             asked = {key: values[key] for key in ("prompt", "messages") if values.get(key) is not None}
+            tools = self._tools(values, asked)
+        if tools:
+            template["tools"] = tools
         if isinstance(name, bool) or not isinstance(name, str | int):
             raise TypeError(f"id is {name!r}, expected a text or an integer")
         if len(asked) != 1:
@@ -69,6 +86,18 @@ class LineReader:
         params = dataclasses.replace(self.params, **given)
         seed = derived_seed(self.seed, name) if params.seed is None else params.seed
         return Line(number, name, params, seed, digest_of_request(values), asked, template, extra, url)
+
+    def _tools(self, values: Mapping[str, Any], asked: Mapping[str, Any]) -> Sequence[Any] | None:
+        """The functions that the model may call in the answer to a plain line, which may have them as JSON text. Raises ValueError."""
+        tools = values.get("tools")
+        if tools is None:
+            return self.tools
+        if "messages" not in asked:
+            raise ValueError("found tools without messages, where nothing would read them")
+        try:
+            return openai.functions(json.loads(tools) if isinstance(tools, str) else tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"tools is {tools!r}, which is no JSON: {error}") from error
 
     def prompt(self, line: Line, asked: Mapping[str, Any] | None = None) -> Prompt:
         """The prompt of a line. asked: the line's, perhaps with media that are on their way. Raises ValueError or TypeError if

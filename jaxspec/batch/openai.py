@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import json
 import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.checks import among
+from jaxspec.engine.answers import CALLS
 from jaxspec.engine.completion import Completion, Logprob
 from jaxspec.engine.params import SamplingParams
 
@@ -28,11 +30,9 @@ LABELS = ("model", "user", "metadata", "store", "safety_identifier", "prompt_cac
 # Fields that are known, the values that ask for nothing, and why others are refused.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "stream": ((False,), "a batch has no streams"),
-    "tools": (([],), "answers are not searched for calls of functions"),
-    "tool_choice": (("none", "auto"), "answers are not searched for calls of functions"),
-    "parallel_tool_calls": ((False, True), "answers are not searched for calls of functions"),
-    "functions": (([],), "answers are not searched for calls of functions"),
-    "function_call": (("none", "auto"), "answers are not searched for calls of functions"),
+    "tool_choice": (("none", "auto"), "the model chooses whether it calls a function"),
+    "functions": (([],), "their name is tools now"),
+    "function_call": (("none", "auto"), "its name is tool_choice now"),
     "modalities": ((["text"],), "only text is answered"),
     "audio": ((), "only text is answered"),
     "prediction": ((), "the drafter guesses"),
@@ -55,6 +55,7 @@ class Asked:
     what: Any  # messages or a prompt
     params: dict[str, Any]
     template: dict[str, Any]  # for the chat template
+    tools: list[Any]  # functions that the model may call
 
 
 def is_line(values: Mapping[str, Any]) -> bool:
@@ -77,6 +78,11 @@ def read(values: Mapping[str, Any]) -> Asked:
     if not isinstance(body, Mapping):
         raise TypeError(f"body is {body!r}, expected an object")
     key, given = ASKS[url], {name: value for name, value in body.items() if value is not None}
+    tools, several = given.pop("tools", []), given.pop("parallel_tool_calls", True)
+    if tools and several is not True:
+        raise ValueError(f"body has parallel_tool_calls {several!r}, which cannot be served: the model chooses how many functions it calls")
+    if tools and url != CHAT:
+        raise ValueError(f"body has tools, which {url} does not know")
     what, template, params = given.pop(key, None), given.pop("chat_template_kwargs", {}), dict[str, Any]()
     if what is None:
         raise ValueError(f"body has no {key}, which {url} needs")
@@ -105,7 +111,15 @@ def read(values: Mapping[str, Any]) -> Asked:
         if given.get("logprobs") is not True:
             raise ValueError(f"body has top_logprobs {given.get('top_logprobs')!r} and logprobs {given.get('logprobs')!r}; expected True")
         params["logprobs"] = given.get("top_logprobs", 0)
-    return Asked(name, url, what, params, template)
+    return Asked(name, url, what, params, template, [] if given.get("tool_choice") == "none" else functions(tools))
+
+
+def functions(tools: Any) -> list[Any]:
+    """The functions that a model may call. Raises ValueError for tools that are none."""
+    for tool in tools if isinstance(tools, list) else [tools]:
+        if not isinstance(tools, list) or not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+            raise ValueError(f"tools has {tool!r}; expected a list of {{'type': 'function', 'function': {{...}}}}")
+    return tools
 
 
 def _structure(asked: Any) -> dict[str, Any]:
@@ -124,7 +138,7 @@ def _structure(asked: Any) -> dict[str, Any]:
 
 
 def _known(url: str) -> list[str]:
-    own = ["max_completion_tokens", "top_logprobs", "chat_template_kwargs"] if url == CHAT else []
+    own = ["max_completion_tokens", "top_logprobs", "chat_template_kwargs", "tools", "parallel_tool_calls"] if url == CHAT else []
     return sorted({*own, ASKS[url], "response_format", *LABELS, *PARAM_NAMES})
 
 
@@ -168,12 +182,28 @@ def refusal(number: int, name: Any, reason: str) -> dict[str, Any]:
 
 
 def _choice(index: int, done: Completion, chat: bool, logprobs: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    said = {"message": {"role": "assistant", "content": done.text, "refusal": None}} if chat else {"text": done.text}
+    said, reason = {"message": _message(done)} if chat else {"text": done.text}, done.finish_reason
+    if chat and reason == "stop" and CALLS in said["message"]:
+        reason = CALLS
     found = None
     if done.logprobs is not None:
         rows = [_listed(row, token, logprobs, tokenizer) for row, token in zip(done.logprobs, done.token_ids, strict=True)]
         found = _chat_logprobs(rows) if chat else _text_logprobs(rows)
-    return {"index": index, **said, "logprobs": found, "finish_reason": done.finish_reason}
+    return {"index": index, **said, "logprobs": found, "finish_reason": reason}
+
+
+def _message(done: Completion) -> dict[str, Any]:
+    """The message of a completion, in which arguments of calls are JSON texts."""
+    message = {**done.message, "refusal": None}
+    if CALLS in message:
+        message["content"] = message["content"] or None
+        message[CALLS] = [{**call, "function": _as_json(call["function"])} for call in message[CALLS]]
+    return message
+
+
+def _as_json(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}
 
 
 @dataclasses.dataclass(frozen=True)

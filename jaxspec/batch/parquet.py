@@ -19,7 +19,7 @@ ROWS = 4096  # rows that are in memory at a time
 SURROGATE = re.compile("[\ud800-\udfff]")
 NO_TYPE = (ValueError, TypeError, NotImplementedError, OverflowError)  # what pyarrow raises for values that a type does not hold
 OWN = ("stop_reason", "error")  # columns of text, which a file has even where all values are missing
-AS_JSON = ("prompt", "messages", "logprobs", "prompt_logprobs")  # columns of results whose form changes from row to row
+AS_JSON = ("prompt", "messages", "message", "logprobs", "prompt_logprobs")  # columns of results whose form changes from row to row
 
 
 def library() -> Any:

@@ -87,6 +87,8 @@ def result_of(
     if line.params.n > 1:
         record["index"] = sample
     record["text"] = done.text
+    if "messages" in line.asked:
+        record["message"] = done.message
     if token_ids:
         record["token_ids"] = list(done.token_ids)
     record |= {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason, "seed": done.seed, "model": model}

@@ -9,6 +9,9 @@ from typing import Any
 
 from jaxspec.cli import errors, options
 from jaxspec.cli.generate import compiled
+from jaxspec.engine.answers import SAID, THOUGHT
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # how a terminal shows what follows
 
 
 def add_parser(commands: Any, model: argparse.ArgumentParser) -> None:
@@ -47,22 +50,25 @@ def _run(args: argparse.Namespace) -> None:
             print(f"jaxspec: {error}", file=sys.stderr)
             continue
         files = []
-        messages = [*asked, {"role": "assistant", "content": _answer(chunks, llm.tokenizer, somebody)}]
+        messages = [*asked, _answer(chunks, somebody)]
     if args.stats:
         print(f"\n{llm.stats}")
 
 
-def _answer(chunks: Any, tokenizer: Any, interruptible: bool) -> str:
-    """Prints an answer; returns it without its thoughts, which later turns are not to see. interruptible: whether an interrupt ends the
-    answer alone."""
-    text, ids = "", []
+def _answer(chunks: Any, interruptible: bool) -> dict[str, Any]:
+    """Prints an answer, its thoughts dimmed where a terminal shows them, and returns it as a message. interruptible: whether an interrupt
+    ends the answer alone."""
+    said, shown, message, dimmed = "", None, None, sys.stdout.isatty()
     with contextlib.closing(chunks):
         try:
             for chunk in compiled(chunks):
-                print(chunk.text, end="", flush=True)
-                text, ids = text + chunk.text, ids + chunk.token_ids
+                for name, piece in chunk.delta.items():
+                    between = "" if shown in (None, name) else "\n"
+                    print(between + (f"{DIM}{piece}{PLAIN}" if dimmed and name == THOUGHT else piece), end="", flush=True)
+                    said, shown = said + (piece if name == SAID else ""), name
+                message = chunk.completion and chunk.completion.message
         except KeyboardInterrupt:
             if not interruptible:
                 raise
     print()
-    return text.removeprefix(tokenizer.thoughts(ids))
+    return message or {"role": "assistant", "content": said}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from collections.abc import Generator
 from typing import Any
 
+from jaxspec.engine.answers import Deltas, message_of
 from jaxspec.engine.html import completion_html
 from jaxspec.engine.stats import RoundStats
 from jaxspec.text import Tokenizer
@@ -57,11 +61,27 @@ class Completion:
     """The same for the prompt's tokens, of which the first has None."""
     error: str | None = None
     """What failed; None unless finish_reason is "error"."""
-    # `_repr_html_` cuts the text with it. It is no field: == and asdict ignore it, and a pickled copy goes without.
+    # These two are no fields: == and asdict ignore them, and a pickled copy goes without.
     tokenizer: dataclasses.InitVar[Tokenizer | None] = None
+    tools: dataclasses.InitVar[Any] = None
 
-    def __post_init__(self, tokenizer: Tokenizer | None) -> None:
+    def __post_init__(self, tokenizer: Tokenizer | None, tools: Any) -> None:
         object.__setattr__(self, "_tokenizer", tokenizer)
+        object.__setattr__(self, "_tools", tools)
+
+    @functools.cached_property
+    def message(self) -> dict[str, Any]:
+        """It as the next message of the conversation, `messages.append(answer.message)`: "role" and "content", and if there are any,
+        "reasoning_content", the model's thoughts, and "tool_calls", each with "id" and "function", a dict with "name" and "arguments".
+
+        Arguments are a dict; where the model wrote none, the text that it wrote. Chat templates leave thoughts out of later turns. Where
+        the prompt ends within the model's turn, as with continue_final_message, the message has what the prompt has of it, too.
+        """
+        tokenizer = self.__dict__["_tokenizer"]
+        if tokenizer is None:
+            return {"role": "assistant", "content": self.text}
+        prompt = tokenizer.decode(self.prompt_token_ids, special=True) if self.prompt is None else self.prompt
+        return message_of(tokenizer, prompt, self.token_ids, self.text, self.__dict__["_tools"])
 
     def __repr__(self) -> str:
         return (
@@ -79,7 +99,7 @@ class Completion:
         return completion_html(self, self.__dict__["_tokenizer"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokenizer": None}
+        return {**self.__dict__, "message": self.message, "_tokenizer": None, "_tools": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +116,14 @@ class Chunk:
     """All of it in the last chunk, None before it."""
     logprobs: list[dict[int, Logprob]] | None = None
     """Those of token_ids, if at most 20 were asked for; else None."""
+    delta: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What is new of the answer to a conversation: of its "reasoning_content", the model's thoughts, and of its "content". Its tool calls
+    are in the completion's message."""
+
+
+def with_deltas(chunks: Generator[Chunk, None, None], tokenizer: Tokenizer, prompt: str) -> Generator[Chunk, None, None]:
+    """The chunks of an answer, each with its delta."""
+    deltas = Deltas(tokenizer, prompt)
+    with contextlib.closing(chunks):
+        for chunk in chunks:
+            yield dataclasses.replace(chunk, delta=deltas.push(chunk.token_ids, chunk.text, chunk.completion is not None))

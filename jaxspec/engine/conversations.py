@@ -35,16 +35,18 @@ class Conversations:
         return self.tokenizer.conversation(taken_out(messages, self.kinds)[0], options, thinking, self.kinds)
 
     def prompt(self, messages: Messages, thinking: bool, options: TemplateOptions) -> Prompt:
-        """A conversation as a prompt with its images, sounds and videos."""
-        ids = self.ids(messages, thinking, options)
-        if not self.towers:
-            return ids
-        with Fetches(self.towers) as fetches:
-            given = taken_out(fetches.begin(messages), self.kinds)[1]
-            media = {kind: list(map(self.towers[kind].source, some)) for kind, some in given.items() if some}
-        return {"prompt_token_ids": ids, "multi_modal_data": media} if media else ids
+        """A conversation as a prompt with its images, sounds and videos, and the tools that an answer may call."""
+        ids, more = self.ids(messages, thinking, options), dict[str, Any]()
+        if tools := options.get("tools"):
+            more["tools"] = tools
+        if self.towers:
+            with Fetches(self.towers) as fetches:
+                given = taken_out(fetches.begin(messages), self.kinds)[1]
+                media = {kind: list(map(self.towers[kind].source, some)) for kind, some in given.items() if some}
+            more |= {"multi_modal_data": media} if media else {}
+        return {"prompt_token_ids": ids, **more} if more else ids
 
-    def turn(self, messages: Messages, thinking: bool, options: TemplateOptions) -> tuple[Prompt, int]:
+    def turn(self, messages: Messages, thinking: bool, options: TemplateOptions) -> tuple[dict[str, Any], int]:
         """A conversation's prompt with its text, and how many of its tokens the next turn begins with. These are all of them, but where the
         template opens the model's turn with what it leaves out of a history, such as an empty thought."""
         given: Any = self.prompt(messages, thinking, options)
@@ -60,10 +62,12 @@ class Conversations:
             return shown, len(ids)
         return shown, next((i for i, (one, other) in enumerate(zip(ids, told, strict=False)) if one != other), min(len(ids), len(told)))
 
-    def turns(self, messages: Messages | Sequence[Messages], thinking: bool, options: TemplateOptions) -> tuple[list[Prompt], list[int]]:
+    def turns(
+        self, messages: Messages | Sequence[Messages], thinking: bool, options: TemplateOptions
+    ) -> tuple[list[dict[str, Any]], list[int]]:
         """The same of one conversation or of each of several. Raises TypeError or ValueError for what cannot be read, with the number of
         the conversation if there are several."""
-        several, prompts, keep = are_several(messages), list[Prompt](), list[int]()
+        several, prompts, keep = are_several(messages), list[dict[str, Any]](), list[int]()
         conversations: Any = messages if several else [messages]
         with Fetches(self.towers) as fetches:
             for i, conversation in enumerate(fetches.ahead(conversations)):

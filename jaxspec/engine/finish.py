@@ -93,6 +93,7 @@ def completion_of(
         prompt_logprobs=prompt_logprobs,
         error=_failure(request) if failed else None,
         tokenizer=tokenizer,
+        tools=request.tools,
     )
 
 

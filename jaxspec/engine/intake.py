@@ -116,6 +116,7 @@ class Maker:
                 structure=structure,
                 index=i,
                 prompt_index=index,
+                tools=prompt.get("tools") if isinstance(prompt, Mapping) else None,
                 keep=placed.length_of(keep),
                 inserts=placed.inserts,
             )
@@ -257,10 +258,10 @@ def _on_host(given: Any) -> Any:
 
 
 def _parts(index: int, prompt: Mapping[str, Any], kinds: Sequence[str]) -> tuple[str | None, Any, dict[str, list[Any]]]:
-    """(text, text or token ids, media by kind) of a prompt that is a dict. kinds: of the media that it may have. Raises TypeError or
-    ValueError, with the prompt's index."""
+    """(text, text or token ids, media by kind) of a prompt that is a dict, which may have "tools" too: see `Request`. kinds: of the media
+    that it may have. Raises TypeError or ValueError, with the prompt's index."""
     known = ("prompt", "prompt_token_ids", *(("multi_modal_data",) if kinds else ()))
-    refused = [key for key, value in prompt.items() if key not in known and _says_something(value)]
+    refused = [key for key, value in prompt.items() if key not in (*known, "tools") and _says_something(value)]
     if refused:
         reason = f": {UNREAD[refused[0]]}" if refused[0] in UNREAD else ""
         raise ValueError(f"prompt {index} has {refused[0]!r}, which cannot be served{reason}; expected {' or '.join(map(repr, known))}")

@@ -20,7 +20,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import readings
 from jaxspec.engine.acceptance_watch import Watch
 from jaxspec.engine.accounts import Accounts
-from jaxspec.engine.completion import Chunk, Completion
+from jaxspec.engine.completion import Chunk, Completion, with_deltas
 from jaxspec.engine.conversations import Conversations, Messages, are_several
 from jaxspec.engine.device_lock import DeviceLock
 from jaxspec.engine.fetches import Fetches, read_ahead
@@ -443,12 +443,14 @@ class LLM:
         """
         return self._begin(prompt, either(params, sampling_params), steps)
 
-    def _begin(self, prompt: Any, params: Any, steps: int, *, keep: int = 0) -> Stream[Chunk]:
+    def _begin(self, prompt: Any, params: Any, steps: int, *, told: str | None = None, keep: int = 0) -> Stream[Chunk]:
+        """told: the text of a conversation."""
         params = params_or_default(params)
         if params.n > 1:
             raise ValueError(f"n is {params.n}; a stream is one completion, expected 1")
         closing = threading.Event()
         chunks = self._serving.stream(self._requests([prompt], params, keep=[keep])[0], integer("steps", steps, 1), closing)
+        chunks = chunks if told is None else with_deltas(chunks, self.tokenizer, told)
         return Stream(chunks, self._serving.settle, closing)
 
     @says_where_params_go
@@ -470,8 +472,7 @@ class LLM:
         template: tools, the functions that the model may call, as the template wants them; chat_template, a template in place of the
         checkpoint's; chat_template_kwargs, a dict of more names that the template knows; add_generation_prompt, False to leave out the
         opening of the model's turn; with that, continue_final_message=True to go on with the last message.
-        A completion's text leaves out special tokens, such as those that mark a tool call; llm.tokenizer.decode(completion.token_ids,
-        special=True) has them.
+        A completion's `message` has the model's thoughts, its text and its tool calls apart, to be appended to the messages.
         What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, only what is new is
         computed. Without thinking, Gemma 4's template writes an empty thought before an answer and leaves it out of the next prompt; then
         the last answer is computed again too. If `load` was told of images, sounds or videos, content may have some as parts, in the
@@ -494,10 +495,10 @@ class LLM:
         steps: int = STREAM_STEPS,
         **template: Unpack[TemplateOptions],
     ) -> Stream[Chunk]:
-        """Answers one conversation and yields the text as it comes, as `stream` does. params, steps: as there. All else, and errors:
-        as for `chat`."""
+        """Answers one conversation and yields the text as it comes, as `stream` does: a chunk's `delta` has thoughts and the answer apart.
+        params, steps: as there. All else, and errors: as for `chat`."""
         prompt, keep = self._conversations.turn(messages, enable_thinking, template)
-        return self._begin(prompt, either(params, sampling_params), steps, keep=keep)
+        return self._begin(prompt, either(params, sampling_params), steps, told=prompt["prompt"], keep=keep)
 
     def chat_prompt(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> list[int]:
         """The token ids of a conversation up to the model's turn: what `chat` generates from. An image or a sound is one token there;
@@ -505,7 +506,7 @@ class LLM:
         return self._conversations.ids(messages, enable_thinking, template)
 
     def chat_input(self, messages: Messages, *, enable_thinking: bool = False, **template: Unpack[TemplateOptions]) -> Prompt:
-        """A conversation as a prompt for `generate`, with its media. Raises what `chat` raises for messages and these."""
+        """A conversation as a prompt for `generate`, with its media and tools. Raises what `chat` raises for messages and these."""
         return self._conversations.prompt(messages, enable_thinking, template)
 
     def _requests(self, prompts: Sequence[Any], params: Any, *, keep: Sequence[int] = ()) -> list[Request]:

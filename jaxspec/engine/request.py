@@ -47,6 +47,7 @@ class Request:
     structure: Structure | None = None  # what its text must look like
     index: int = 0  # which of the prompt's n samples it is
     prompt_index: int = 0  # which of the call's prompts it belongs to
+    tools: Any = None  # the functions that the model may call
     keep: int = 0  # how many tokens of its prompt the next turn of its conversation begins with; 0 where none is to come
     inserts: tuple[Insert, ...] = ()  # the images, sounds and videos of its prompt, in order, until it has a completion
 

@@ -24,8 +24,8 @@ class FakeLLM:
         if not len(prompt):
             raise ValueError("prompt 0 is empty; expected at least one token")
 
-    def chat_input(self, messages, *, enable_thinking=False):
-        return [len(messages), int(enable_thinking)]
+    def chat_input(self, messages, *, enable_thinking=False, tools=()):
+        return [len(messages), int(enable_thinking), *(len(tool["function"]["name"]) for tool in tools)]
 
     def as_completed(self, prompts, params=None):
         waiting, source, given, shuffle = [], iter(prompts), 0, random.Random(0)
@@ -43,8 +43,10 @@ class FakeLLM:
                 raise self.raises
             self.served.append(prompt)
             error = "row 3 is NaN" if params.seed in self.fails else None
+            text = f"{prompt} {params.temperature} {params.seed}"
             yield SimpleNamespace(
-                text=f"{prompt} {params.temperature} {params.seed}",
+                text=text,
+                message={"role": "assistant", "content": text},
                 token_ids=[7, 8, 9],
                 prompt_token_ids=prompt,
                 prompt_index=index,

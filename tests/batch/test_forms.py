@@ -13,7 +13,7 @@ from fake_llm import FakeLLM, read_lines, sorted_lines, write_lines
 import jaxspec
 from jaxspec import cli
 from jaxspec.batch import job, merging, openai, parquet, places
-from jaxspec.batch.lines import derived_seed
+from jaxspec.batch.lines import LineReader, derived_seed
 from jaxspec.engine.completion import Logprob
 from jaxspec.engine.params import SamplingParams
 
@@ -83,10 +83,19 @@ def test_a_conversation_in_openais_form_and_a_run_that_resumes(tmp_path):
         job.run_batch(FakeLLM(), path, out)
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 REFUSED = {
     "body has 'top_q', which is not known; known are allowed_token_ids, bad_words,": asked("r", {"messages": said(), "top_q": 1}),
     "body has stream True, which cannot be served: a batch has no streams": asked("r", {"messages": said(), "stream": True}),
-    "body has tools [{'type': 'function'}], which cannot be served": asked("r", {"messages": said(), "tools": [{"type": "function"}]}),
+    "tools has {'type': 'function'}; expected a list of": asked("r", {"messages": said(), "tools": [{"type": "function"}]}),
+    "tools has 'f'; expected a list of": asked("r", {"messages": said(), "tools": "f"}),
+    "body has tools, which /v1/completions does not know": asked("r", {"prompt": "x", "tools": TOOLS}, COMPLETIONS),
+    "body has tool_choice 'required', which cannot be served: the model chooses": asked(
+        "r", {"messages": said(), "tools": TOOLS, "tool_choice": "required"}
+    ),
+    "body has parallel_tool_calls False, which cannot be served: the model chooses": asked(
+        "r", {"messages": said(), "tools": TOOLS, "parallel_tool_calls": False}
+    ),
     "body has top_logprobs 3 and logprobs None; expected True": asked("r", {"messages": said(), "top_logprobs": 3}),
     "body has no messages, which /v1/chat/completions needs": asked("r", {"prompt": "x"}),
     "prompt of body is a list of prompts; expected one": asked("r", {"prompt": ["x", "y"]}, COMPLETIONS),
@@ -115,6 +124,35 @@ def test_fields_that_cannot_be_served_are_refused_by_name(tmp_path):
         assert record["custom_id"] == line.get("custom_id") and record["response"] is None
         assert record["error"]["message"].startswith(reason), record
     assert job.run_batch(FakeLLM(), path, tmp_path / "out.jsonl").bad == len(REFUSED)  # an errors file of this form is known again
+
+
+def test_tools_go_to_the_template_and_calls_come_back(tmp_path):
+    bodies = [{"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {"tool_choice": "auto", "parallel_tool_calls": False}]
+    lines = [asked(f"r{i}", {"messages": said(), **body}) for i, body in enumerate(bodies)]
+    plain = [{"messages": said(), "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), None)]
+    assert job.run_batch(llm := FakeLLM(), write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl").written == 3
+    assert sorted(llm.served) == [[1, 0], [1, 0], [1, 0, 4]]
+    bad = [{"prompt": "x", "tools": TOOLS}, {"messages": said(), "tools": "[f"}, {"messages": said(), "tools": {"name": "f"}}]
+    result = job.run_batch(llm := FakeLLM(), write_lines(tmp_path / "plain.jsonl", [*plain, *bad]), tmp_path / "plain.out.jsonl")
+    assert sorted(llm.served) == [[1, 0], [1, 0, 4], [1, 0, 4]] and result.bad == 3
+    told = ("found tools without messages", "tools is '[f', which is no JSON", "tools has {'name': 'f'}; expected a list of")
+    for record, wanted in zip(read_lines(result.errors), told, strict=True):
+        assert wanted in record["error"], record
+    assert all(record["message"] == {"role": "assistant", "content": record["text"]} for record in read_lines(tmp_path / "plain.out.jsonl"))
+
+    reader = LineReader(FakeLLM(), SamplingParams(), 0, True, TOOLS)  # of a Generator
+    assert [reader.prompt(reader.read(1, values)) for values in ({"messages": said()}, {"messages": said(), "tools": []})] == [
+        [1, 1, 4],
+        [1, 1],
+    ]
+
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": {"é": 1}}}
+    message = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}
+    done = SimpleNamespace(text="", message=message, token_ids=(5,), prompt_token_ids=(7,), logprobs=None, finish_reason="stop", error=None)
+    choice = openai.record(1, 2, CHAT, "r", [done], "m", 0, None)["response"]["body"]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    function = {"name": "look", "arguments": '{"é": 1}'}
+    assert choice["message"] == message | {"content": None, "refusal": None, "tool_calls": [call | {"function": function}]}
 
 
 def test_a_response_format_is_a_structured_output():
@@ -514,7 +552,10 @@ def test_tokens_that_are_parts_of_characters_are_shown_with_their_bytes():
     tokenizer = SimpleNamespace(token_bytes=tokens.__getitem__, has_text=lambda token: token != 7)
     ids = (1, 7, 2, 3, 4, 5)
     rows = [{token: Logprob(-1.0, 1, "?"), 6: Logprob(-2.0, 2, "?")} for token in ids]
-    done = SimpleNamespace(text="a€b", token_ids=ids, prompt_token_ids=(7,), logprobs=rows, finish_reason="length", error=None)
+    message = {"role": "assistant", "content": "a€b"}
+    done = SimpleNamespace(
+        text="a€b", message=message, token_ids=ids, prompt_token_ids=(7,), logprobs=rows, finish_reason="length", error=None
+    )
 
     def shown(url):
         body = openai.record(1, 2, url, "r", [done], "m", 2, tokenizer)["response"]["body"]

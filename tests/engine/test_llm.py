@@ -494,6 +494,31 @@ def test_chat_generates_from_the_template(speculative):
     assert both[0].token_ids == answer.token_ids and len(both[1].prompt_token_ids) > len(ids)
 
 
+def test_a_conversation_goes_on_with_the_message_of_an_answer(speculative):
+    """The template is what was said last, so that the model's turn is open where the test wants it."""
+    asked = {"params": SamplingParams(max_tokens=6, temperature=0, ignore_eos=True), "chat_template": "{{ messages[-1]['content'] }}"}
+    messages = [{"role": "user", "content": "<bos><|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\nI"}]
+    answer = speculative.chat(messages, **asked)
+    chunks = list(speculative.stream_chat(messages, **asked))
+    assert answer.message == {"role": "assistant", "content": "", "reasoning_content": f"I{answer.text}".strip()}
+    assert chunks[-1].completion.message == answer.message and all(chunk.delta.keys() <= {"reasoning_content"} for chunk in chunks)
+    assert "".join(chunk.delta.get("reasoning_content", "") for chunk in chunks) == answer.text
+    assert [each.message for each in speculative.chat([messages, messages], **asked)] == [answer.message] * 2
+    (alone,) = speculative.generate(speculative.chat_input(messages, chat_template=asked["chat_template"]), asked["params"])
+    assert alone.message == answer.message
+    assert all(chunk.delta == {} for chunk in speculative.stream("fox", asked["params"]))
+    later = speculative.chat_prompt([{"role": "user", "content": "Hi"}, answer.message, {"role": "user", "content": "Bye"}])
+    assert answer.text.strip() not in speculative.tokenizer.decode(later)
+    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
+    given = speculative.chat_input(messages, chat_template="{{ tools[0].function.name }}", tools=tools)
+    assert speculative.tokenizer.decode(given["prompt_token_ids"]) == "look" and given["tools"] == tools
+    assert speculative.generate([given], asked["params"])[0].message["content"]
+    stream = speculative.stream_chat(messages, **asked)
+    next(stream)
+    stream.close()
+    assert speculative.free_slots == speculative.max_slots
+
+
 def test_a_conversation_goes_on_from_what_its_earlier_turns_computed(llm, monkeypatch):
     monkeypatch.setattr(Conversations, "ids", lambda self, messages, *_: messages[0]["ids"])
 
