@@ -34,7 +34,10 @@ from pallas_kernels.lm_head import Guide
 NOT_COMPUTED_WITH = ("dtype", "eos_token_id", "bos_token_id")  # settings of a target that may differ
 ON_HOST = "pinned_host"  # of JAX's names of memories: GPUs copy to it and from it several times as fast as to others of the host
 UPDATED = " with new weights"  # of the name of a target to which some were given
-EXPECTED = "a hub id, a folder, tensors by their names in a checkpoint, or a tree of weights such as llm.target"
+EXPECTED = {  # in place of either
+    "target": "a hub id, a folder, tensors by their names in a checkpoint, or a tree of weights such as llm.target",
+    "drafter": "a hub id, a folder, or a tree of weights such as llm.drafter",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,8 @@ class Reader:
         """The same of a drafter. like: the weights that the LLM has."""
         if not isinstance(given, str | os.PathLike):
             return New(self._placed("drafter", given, like))
+        if given in drafters.without_checkpoints():
+            raise ValueError(f"drafter is {given!r}, which has no weights to be taken; expected {EXPECTED['drafter']}")
         folder = drafters.resolve(given, checkpoint.resolve(self.name, self.hub, weights=False), self.hub.of_others)
         planned = drafters.abstract_drafter(folder, self.config, self.dtype, self.quantize_drafter)
         if _form(planned) != _form(like):
@@ -126,8 +131,9 @@ class Reader:
         spread = bare(self.placement.spread(abstract))
         like = spread if jax.tree.structure(tree) == jax.tree.structure(spread) else abstract
         if jax.tree.structure(tree) != jax.tree.structure(like):
-            quantised = "; of weights that `load` has quantised, float tensors by their names" if any(self.asked.values()) else ""
-            raise ValueError(f"the new {what} is {given!r:.200}, and the LLM's is {like!r}; expected {EXPECTED}{quantised}")
+            asked = what == "target" and any(self.asked.values())
+            quantised = "; of weights that `load` has quantised, float tensors by their names" if asked else ""
+            raise ValueError(f"the new {what} is {given!r:.200}, and the LLM's is {like!r}; expected {EXPECTED[what]}{quantised}")
         wanted, problems = leaves_by_path(like), list[str]()
         for where, leaf in leaves_by_path(tree).items():
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic):

@@ -300,8 +300,12 @@ def test_trees_and_drafters_that_do_not_fit(pair, folders, tmp_path):
         ValueError, match=r"the new target does not fit, 1 problems:\n  norm.weight: found float32 \[31\], expected float32 \[32\]"
     ):
         pair.update_weights(wrong)
-    with pytest.raises(ValueError, match="the new drafter is Gemma4"):
+    with pytest.raises(
+        ValueError, match="the new drafter is Gemma4.*; expected a hub id, a folder, or a tree of weights such as llm.drafter$"
+    ):
         pair.update_weights(drafter=pair.target)
+    with pytest.raises(ValueError, match="drafter is 'ngram', which has no weights to be taken; expected a hub id, a folder, or a tree"):
+        pair.update_weights(drafter="ngram")
     narrow = tiny.tiny_assistant(tmp_path / "narrow", intermediate_size=16)
     with pytest.raises(ValueError, match="is another drafter"):
         pair.update_weights(drafter=narrow)
