@@ -45,11 +45,10 @@ class StructuredOutputsParams:
         for name, what in REFUSED.items():
             if getattr(self, name) is not None:
                 raise ValueError(f"structured_outputs has {name!r}: {what} have no automaton; expected one of {_listed(KINDS)}")
-        given = [name for name in KINDS if getattr(self, name) is not None and getattr(self, name) is not False]
-        if len(given) != 1:
-            found = _listed(given) if given else "none of them"
+        if len(self._given) != 1:
+            found = _listed(self._given) if self._given else "none of them"
             raise ValueError(f"structured_outputs has {found}; expected exactly one of {_listed(KINDS)}")
-        if self.json_object not in (None, True, False):
+        if self.json_object is not None and not isinstance(self.json_object, bool):
             raise TypeError(f"json_object is {self.json_object!r}, expected True")
         for name in ("regex", "whitespace_pattern"):
             value = getattr(self, name)
@@ -90,9 +89,14 @@ class StructuredOutputsParams:
         return patterns.whole(self.regex, functools.partial(_refused, "regex", self.regex))
 
     @property
+    def _given(self) -> list[str]:
+        """The names of KINDS that are asked for. json_object=False asks for nothing; json=False is a schema, which allows no value."""
+        return [name for name in KINDS if getattr(self, name) is not None and not (name == "json_object" and self.json_object is False)]
+
+    @property
     def label(self) -> str:
         """A short name of it, for messages and statistics."""
-        name = next(name for name in KINDS if getattr(self, name) not in (None, False))
+        name = self._given[0]
         value = getattr(self, name)
         text = f"{name} {value if isinstance(value, str) else jsonlib.dumps(value, ensure_ascii=False)}" if value is not True else name
         return text if len(text) <= 80 else text[:77] + "..."

@@ -302,6 +302,8 @@ WRONG = {
     "a tag": ({"structural_tag": "{}"}, ValueError, "'structural_tag': structural tags"),
     "no text": ({"regex": 3}, TypeError, "regex is 3 of type int"),
     "no schema": ({"json": 3}, TypeError, "json is of type int, expected a schema"),
+    "a schema of nothing": ({"json": False}, ValueError, "the schema has false, which nothing satisfies"),
+    "no regex": ({"regex": False}, TypeError, "regex is False of type bool"),
     "no JSON": ({"json": "{"}, ValueError, "json is a text that is no JSON"),
     "one text": ({"choice": "abc"}, TypeError, "choice is 'abc', expected a list"),
     "no choice": ({"choice": []}, ValueError, "choice is empty"),
@@ -311,6 +313,7 @@ WRONG = {
     "a lookbehind": ({"regex": "(?<=a)b"}, ValueError, "regex .* has a lookaround"),
     "a word boundary": ({"regex": "a\\b"}, ValueError, "a word boundary"),
     "an object that is none": ({"json_object": 3}, TypeError, "json_object is 3"),
+    "a number that is equal to False": ({"json_object": 0}, TypeError, "json_object is 0, expected True"),
 }
 
 
