@@ -165,7 +165,7 @@ def test_bench_refuses_a_bad_list_and_a_file_that_cannot_be_written_before_it_me
     ("mesh", "message"),
     [
         ("tensor=0", "the mesh is 'tensor=0'; expected 'data=N', 'tensor=N' or both with a comma between them"),
-        ("tensor=99", "a mesh of data=1 times tensor=99 devices was asked for; found 8 devices"),
+        ("tensor=99", "a mesh of data=1 times tensor=99 devices was asked for; found 8"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_by_every_command(command, mesh, message, capsys, tmp_path, monkeypatch):

@@ -141,7 +141,7 @@ def test_dtypes_quantisation_and_meshes_are_planned(capsys):
 
 def test_what_does_not_fit_is_told_what_would_help(capsys):
     text = refused(capsys, "31b", "--memory", "48GB")
-    assert "the weights take 61.4 GB and 1 slots" in text and "there is 38.9 GB of it" in text
+    assert "the weights take 61.4 GB and the state 1.0 GB (slots: 1, pages: 64) " in text and "there is 38.9 GB of it" in text
     assert text.endswith(
         "With quantize='int8' (--quantize int8), or tensor=2 (--mesh tensor=2), or a smaller target, such as 26B in int8, it fits\n"
     )
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_told_what_would_help(capsys):
     assert refused(capsys, "26b", "--memory", "40GB").endswith("or a smaller target, such as 12B, it fits\n")
     assert refused(capsys, "e2b", "--memory", "1GB").endswith("or XLA_CLIENT_MEM_FRACTION before JAX starts, allows more\n")
     text = refused(capsys, "e2b", "--drafter", "mtp", "--memory", "24GB", "--max-slots", "1000")
-    assert "and 1000 slots with 64 pages " in text and ", calls " in text and "; there is 19.4 GB of it" in text
+    assert "(slots: 1000, pages: 64) of a device" in text and ", calls " in text and "; there is 19.4 GB of it" in text
 
 
 def test_load_says_what_would_help_too(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_load_says_what_would_help_too(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setattr(loading, "memory_limit", lambda device: 52 * 2**20)
     helps = r"With quantize='int8' \(--quantize int8\), or tensor=2 \(--mesh tensor=2\), it fits"
-    with pytest.raises(ValueError, match=f"the weights take .* MiB and 1 slots .*{helps}"):
+    with pytest.raises(ValueError, match=rf"the weights take .* MiB and the state .* MiB \(slots: 1, pages: 1\) .*{helps}"):
         jaxspec.load(target, max_len=64, memory_fraction=0.5, progress=False)
 
 

@@ -215,7 +215,7 @@ def test_a_drafter_object_that_does_not_fit_is_refused(folders, llm, tmp_path):
 def test_models_that_exceed_the_memory_are_refused_before_weights_are_read(folders, monkeypatch):
     monkeypatch.setattr(loading, "load_target", lambda *_, **__: pytest.fail("weights were read"))
     monkeypatch.setattr(loading, "memory_limit", lambda device: 2**20)
-    message = r"the weights take .* MiB and 1 slots .* MiB of a device; there is 0.50 MiB of it. Fewer max_slots"
+    message = r"the weights take .* MiB and the state .* MiB \(slots: 1, pages: 4\) of a device; there is 0.50 MiB of it. Fewer max_slots"
     with pytest.raises(ValueError, match=message):
         jaxspec.load(*folders, memory_fraction=0.5, progress=False)
 

@@ -405,7 +405,7 @@ def test_arguments_that_cannot_be_served(name):
         ({"tokenizer": 5}, TypeError, "tokenizer is 5 of type int, expected None, or the model"),
         ({"hf_overrides": np.array([1, 2])}, ValueError, r"hf_overrides is array\(.*, which cannot be served"),
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size is 0, expected at least 1"),
-        ({"tensor_parallel_size": 16}, ValueError, "a mesh of data=1 times tensor=16 devices was asked for; found 8 devices"),
+        ({"tensor_parallel_size": 16}, ValueError, "a mesh of data=1 times tensor=16 devices was asked for; found 8"),
         ({"kv_cache_dtype": "fp8_e5m2"}, ValueError, "kv_cache_dtype is 'fp8_e5m2'; available: 'auto', 'bfloat16', 'float32', 'fp8'"),
         ({"quantization": "awq"}, ValueError, "quantization is 'awq', but the weights of 'pocket' are float; these can be .* 'fp8'"),
         ({"dtype": "half"}, ValueError, "dtype is 'float16'; available"),

@@ -90,10 +90,10 @@ def test_conversations_have_adapters_too(llm, adapters):
 def test_what_is_no_adapter_is_refused(llm, folders, adapters, expected, tmp_path):
     with pytest.raises(TypeError, match=r"lora_request of generate is of type str, expected jaxspec.vllm.lora.request.LoRARequest"):
         llm.generate(PROMPTS, GREEDY, lora_request="sql")
-    with pytest.raises(ValueError, match="lora_request has 2 entries for 5 prompts"):
+    with pytest.raises(ValueError, match="lora_request is a list of length 2; expected 5, one for each prompt"):
         llm.generate(PROMPTS, GREEDY, lora_request=[None, None])
     for count in (3, 6):
-        with pytest.raises(ValueError, match=f"found {count} params for 5 prompts"):
+        with pytest.raises(ValueError, match=f"sampling_params is a list of length {count}; expected 5"):
             llm.generate(PROMPTS, [GREEDY] * count, lora_request=[adapters[0], *[None] * 4])
     with pytest.raises(FileNotFoundError):
         llm.generate(PROMPTS, GREEDY, lora_request=LoRARequest("none", 1, str(tmp_path / "none")), use_tqdm=False)

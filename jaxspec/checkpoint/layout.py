@@ -119,4 +119,4 @@ def listed(problems: Sequence[str]) -> str:
     shown, cut = list(problems), len(problems) - MAX_LISTED
     if cut > 0:
         shown[MAX_LISTED // 2 : -MAX_LISTED // 2] = [f"... {cut} more"]
-    return f"{len(problems)} problems:" + "".join(f"\n  {line}" for line in shown)
+    return f"{len(problems)} problem{'' if len(problems) == 1 else 's'}:" + "".join(f"\n  {line}" for line in shown)

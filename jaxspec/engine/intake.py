@@ -308,7 +308,7 @@ def params_of(given: Any, count: int) -> list[Any]:
     if not isinstance(given, list | tuple):
         raise TypeError(f"params is {type_name(given)}, expected jaxspec.SamplingParams, a list of them or None")
     if len(given) != count:
-        raise ValueError(f"found {len(given)} params for {count} prompts; expected one for each, or one for all")
+        raise ValueError(f"params is a list of length {len(given)}; expected {count}, one for each prompt, or one alone for all")
     return list(given)
 
 

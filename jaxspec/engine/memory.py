@@ -223,9 +223,9 @@ def fit(
         state = sizes.kept(slots, pages) - sizes.weights - sizes.learnt
         calls = f", calls {told(sizes.work(slots))}" if sizes.kept(slots, pages) <= room else ""
         raise ValueError(
-            f"the weights take {told(sizes.weights)}{learning} and {slots} slots with {pages} pages {told(state)} of a device{calls}; "
-            f"there is {told(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger memory_fraction, or "
-            "XLA_CLIENT_MEM_FRACTION before JAX starts, allows more"
+            f"the weights take {told(sizes.weights)}{learning} and the state {told(state)} (slots: {slots}, pages: {pages}) of a "
+            f"device{calls}; there is {told(max(room, 0))} of it. Fewer max_slots or a smaller max_len take less, a larger "
+            "memory_fraction, or XLA_CLIENT_MEM_FRACTION before JAX starts, allows more"
         )
     return MemoryPlan(slots, pages, PREFIX_BYTES if left is None else min(PREFIX_BYTES, max(left - pages * sizes.page, 0)))
 

@@ -49,7 +49,7 @@ class NoRoom(RuntimeError):
 
 
 def no_slots(count: int) -> NoRoom:
-    return NoRoom(f"all {count} slots are held by open streams; close some, or load with more max_slots")
+    return NoRoom(f"all slots are held by open streams; close some, or load with more than {count} as max_slots")
 
 
 def wait_for(expected: Sequence[concurrent.futures.Future[Any]]) -> None:

@@ -19,7 +19,7 @@ def mesh(*, data: int = 1, tensor: int = 1) -> Mesh:
     data, tensor = checks.integer(DATA, data, 1), checks.integer(TENSOR, tensor, 1)
     devices = jax.devices()
     if data * tensor > len(devices):
-        raise ValueError(f"a mesh of data={data} times tensor={tensor} devices was asked for; found {len(devices)} devices")
+        raise ValueError(f"a mesh of data={data} times tensor={tensor} devices was asked for; found {len(devices)}")
     made = Mesh(np.asarray(devices[: data * tensor]).reshape(data, tensor), (DATA, TENSOR))
     check(made)
     return made

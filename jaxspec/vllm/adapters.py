@@ -39,7 +39,7 @@ class Adapters:
             if each is not None and not self._enabled:
                 raise ValueError(f"lora_request of {call} is {each.lora_name!r}, but the LLM was not made with enable_lora=True")
         if several and len(given) != count:
-            raise ValueError(f"lora_request has {len(given)} entries for {count} prompts; expected one for all, or one for each")
+            raise ValueError(f"lora_request is a list of length {len(given)}; expected {count}, one for each prompt, or one alone for all")
         return list(given) if several else [given] * count
 
     def served(self, wanted: Sequence[Adapter], serve: Callable[[Sequence[int] | None], list[Completion]]) -> list[Completion]:

@@ -272,7 +272,9 @@ class LLM:
             if not isinstance(params, SamplingParams):
                 raise TypeError(f"sampling_params is of type {type_name(params)}, expected jaxspec.vllm.SamplingParams")
         if several and len(chosen) != count:
-            raise ValueError(f"found {len(chosen)} params for {count} prompts; expected one for each, or one for all")
+            raise ValueError(
+                f"sampling_params is a list of length {len(chosen)}; expected {count}, one for each prompt, or one alone for all"
+            )
         return list(chosen) if several else chosen
 
     def _served(self, params: SamplingParams | list[SamplingParams]) -> Any:

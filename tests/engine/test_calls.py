@@ -376,7 +376,7 @@ def test_a_shard_whose_slots_others_hold_passes_requests_on():
     assert len(streams) == 3
     streams.append(llm.stream([9], params(80, 0)))
     next(streams[-1])
-    with pytest.raises(RuntimeError, match="^all 4 slots are held by open streams"):
+    with pytest.raises(RuntimeError, match="^all slots are held by open streams; close some, or load with more than 4 as max_slots"):
         llm.generate([9], params(1, 0))
     for stream in streams:
         stream.close()

@@ -283,7 +283,7 @@ def test_what_learning_takes_is_planned():
     assert learns.kept(5, 9) == plain.kept(5, 9) + learns.learnt
     room = plain.kept(16, 600) + plain.work(16)
     assert memory.fit(learns, room).slots < memory.fit(plain, room).slots
-    with pytest.raises(ValueError, match=r"the weights take .*, learning .* and 64 slots"):
+    with pytest.raises(ValueError, match=r"the weights take .*, learning .* and the state .* \(slots: 64, "):
         memory.fit(learns, room, 64)
     halves = memory.learning_bytes(target.config, drafter, Learn(batch=2, anchors=16), 4, 4096, memory.ONE_DEVICE)
     assert halves[0] == learns.learnt and halves[1] < learns.learning

@@ -306,7 +306,7 @@ def test_a_stream_leaves_out_the_stop_tokens_text(speculative, parrot, expected)
 def test_closing_a_stream_frees_its_slot(llm, expected):
     streams = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1, 2)]
     begun = [next(stream).token_ids for stream in streams]
-    full = "all 3 slots are held by open streams; close some, or load with more max_slots"
+    full = "all slots are held by open streams; close some, or load with more than 3 as max_slots"
     with pytest.raises(RuntimeError, match=full):
         generate(llm, [4])
     with pytest.raises(RuntimeError, match=full):
@@ -588,7 +588,7 @@ def test_a_bad_request_is_refused_before_anything_is_computed(speculative, monke
 
 
 def test_bad_arguments_of_calls(speculative):
-    with pytest.raises(ValueError, match="found 2 params for 1 prompts; expected one for each, or one for all"):
+    with pytest.raises(ValueError, match="params is a list of length 2; expected 1, one for each prompt"):
         speculative.generate(["x"], [SamplingParams()] * 2)
     with pytest.raises(TypeError, match="params of prompt 0 are of type dict, expected jaxspec.SamplingParams"):
         speculative.generate(["x"], [{"max_tokens": 3}])
@@ -884,7 +884,7 @@ def test_a_worker_waits_for_streams_that_it_read_last(llm, expected, monkeypatch
         monkeypatch.setattr(serving, "IDLE", 0.01)
         streams = [llm.stream(PROMPTS[row][0], params(row)) for row in (0, 1, 2)]
         assert all(worker.map(next, streams))
-        with pytest.raises(RuntimeError, match="all 3 slots are held by open streams"):
+        with pytest.raises(RuntimeError, match="all slots are held by open streams"):
             worker.submit(generate, llm, [4]).result()
     for stream in streams:
         stream.close()
@@ -911,7 +911,7 @@ def test_a_call_within_a_call_does_not_wait_for_its_slots(llm, expected):
     assert all(map(next, streams))
     found = llm.generate([PROMPTS[row][0] for row in (6, 7)], [params(row) for row in (6, 7)], use_tqdm=Bar)
     assert tokens(found) == [expected[6], expected[7]]
-    assert errors == ["all 3 slots are held by open streams; close some, or load with more max_slots"]
+    assert errors == ["all slots are held by open streams; close some, or load with more than 3 as max_slots"]
     for stream in streams:
         stream.close()
 
@@ -939,7 +939,7 @@ def test_between_two_completions_other_threads_have_the_slots_that_are_left(llm,
     assert [c.token_ids for c in iterator] == [expected[5]]
     iterator = llm.as_completed([short, *((PROMPTS[row][0], params(row)) for row in (1, 2, 5, 6, 7))])
     next(iterator)
-    assert from_another_thread() == "all 3 slots are held by open streams; close some, or load with more max_slots"
+    assert from_another_thread() == "all slots are held by open streams; close some, or load with more than 3 as max_slots"
     iterator.close()
     assert from_another_thread() == [expected[4]]
 

@@ -108,10 +108,11 @@ def test_what_is_asked_for_is_taken_if_it_fits():
     alone = memory.fit(found, 100 * GIB, pages=64).slots
     assert found.kept(alone, 64) + found.work(alone) <= 100 * GIB < found.kept(alone + 1, 64) + found.work(alone + 1)
     with pytest.raises(
-        ValueError, match=r"the weights take 58\.05 GiB and 40 slots with 64 pages 33\.\d\d GiB of a device; there is 80\.00 GiB"
+        ValueError,
+        match=r"the weights take 58\.05 GiB and the state 33\.\d\d GiB \(slots: 40, pages: 64\) of a device; there is 80\.00 GiB",
     ):
         memory.fit(found, 80 * GIB, 40)
-    with pytest.raises(ValueError, match=r"and 1 slots with 64 pages .* of a device; there is 0\.00 MiB of it"):
+    with pytest.raises(ValueError, match=r"\(slots: 1, pages: 64\) of a device; there is 0\.00 MiB of it"):
         memory.fit(found, -5)
 
 
@@ -143,8 +144,8 @@ def test_the_plan_of_a_checkpoint_is_shown(folders, capsys, monkeypatch):
 def test_plans_that_make_no_sense_are_refused(folders, capsys):
     for options, message in {
         ("--memory", "80"): "'80' is not an amount of memory; expected a number and one of MB, GB, TB, MiB, GiB, TiB, such as 80GB",
-        ("--memory", "40GB"): "the weights take 61.4 GB and 1 slots",
-        ("--memory", "40GiB"): "the weights take 57.18 GiB and 1 slots",
+        ("--memory", "40GB"): "the weights take 61.4 GB and the state 1.0 GB (slots: 1, pages: 64) of a device; ",
+        ("--memory", "40GiB"): "the weights take 57.18 GiB and the state ",
         ("--memory", "1TB", "--max-len", "300000"): "max_len is 300000, expected 2 .. 262144",
         ("--memory", "1TB", "--k", "2"): "num_draft_tokens is 2 but there is no drafter; expected 0, or a drafter",
         ("--memory", "1TB", "--max-slots", "0"): "max_slots is 0, expected at least 1",

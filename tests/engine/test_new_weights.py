@@ -297,7 +297,7 @@ def test_what_does_not_fit_changes_nothing(changed, error, message, pair, folder
 def test_trees_and_drafters_that_do_not_fit(pair, folders, tmp_path):
     wrong = pair.target.replace(norm=pair.target.norm.replace(weight=jnp.ones(31)))
     with pytest.raises(
-        ValueError, match=r"the new target does not fit, 1 problems:\n  norm.weight: found float32 \[31\], expected float32 \[32\]"
+        ValueError, match=r"the new target does not fit, 1 problem:\n  norm.weight: found float32 \[31\], expected float32 \[32\]"
     ):
         pair.update_weights(wrong)
     with pytest.raises(

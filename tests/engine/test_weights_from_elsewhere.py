@@ -112,7 +112,7 @@ def test_tensors_without_numbers_are_refused_by_name(empty, llm, tensors):
 )
 def test_leaves_of_a_tree_that_are_no_arrays_are_listed(leaf, message, llm):
     before = llm.target
-    with pytest.raises(ValueError, match=rf"the new target does not fit, 1 problems:\n  norm.weight: {message}"):
+    with pytest.raises(ValueError, match=rf"the new target does not fit, 1 problem:\n  norm.weight: {message}"):
         llm.update_weights(before.replace(norm=before.norm.replace(weight=leaf(before.norm.weight))))
     assert llm.target is before
 
