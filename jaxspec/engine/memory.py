@@ -103,6 +103,7 @@ def sizes_of(
     sizes = {"max_len": max_len, "num_draft_tokens": num_draft_tokens, "kv_dtype": kv_dtype, "page_size": PAGE}
     init = functools.partial(init_state, target, drafter, **sizes)
 
+    @functools.cache  # a trace takes tens of milliseconds for a target of many layers
     def shapes(slots: int, pages: int) -> Any:
         return placement.layout(drafter, functools.partial(init, slots=slots, full_pages=pages)).shapes
 
