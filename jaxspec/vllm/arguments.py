@@ -14,6 +14,7 @@ from jaxspec.checkpoint.hub import HUB, Hub
 from jaxspec.checks import among, flag, integer, path, same_kind, unknown
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.registry import SAME, kind_of
+from jaxspec.vllm.limits import limits_of
 
 # What `load` calls the arguments that it takes.
 RENAMED = {
@@ -222,7 +223,8 @@ def media_of(limits: Any, processing: Any, reading: Any) -> dict[str, bool | int
     """`images`, `videos` and `audio` of `load`: prompts have some if `limits`, vLLM's limit_mm_per_prompt, allow any, or, of images, if
     `processing`, its mm_processor_kwargs, says how they are prepared. reading: its media_io_kwargs, which say how many frames of a video
     are read, as `processing` may. Raises TypeError or ValueError."""
-    for name, given in (("limit_mm_per_prompt", limits), ("mm_processor_kwargs", processing), ("media_io_kwargs", reading)):
+    counts = limits_of(limits)
+    for name, given in (("mm_processor_kwargs", processing), ("media_io_kwargs", reading)):
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{name} is {given!r}, expected a dict")
     wanted = dict(processing or {})
@@ -239,11 +241,6 @@ def media_of(limits: Any, processing: Any, reading: Any) -> dict[str, bool | int
     if others:
         raise ValueError(f"media_io_kwargs{others[0]} cannot be served; expected {{'video': {{'num_frames': 32}}}} and the like")
 
-    def allowed(kind: str, default: int = 0) -> bool:
-        count = (limits or {}).get(kind, default)
-        count = count.get("count", 1) if isinstance(count, Mapping) else count
-        return integer(f"limit_mm_per_prompt[{kind!r}]", count, 0) > 0
-
     tokens = True if most is None else integer("mm_processor_kwargs['max_soft_tokens']", most, 1)
     read = [
         integer(f"{name}['num_frames']", count, 1)
@@ -252,9 +249,9 @@ def media_of(limits: Any, processing: Any, reading: Any) -> dict[str, bool | int
     ]
     seen = min(read, default=True)  # a file's frames are read, and the processor samples those
     return {
-        "images": allowed("image", 0 if most is None else 1) and tokens,
-        "videos": allowed("video") and seen,
-        "audio": allowed("audio"),
+        "images": counts.get("image", most is not None) > 0 and tokens,
+        "videos": counts.get("video", 0) > 0 and seen,
+        "audio": counts.get("audio", 0) > 0,
     }
 
 

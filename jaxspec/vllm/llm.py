@@ -21,6 +21,7 @@ from jaxspec.text import in_one_text
 from jaxspec.vllm import arguments
 from jaxspec.vllm.adapters import Adapter, Adapters
 from jaxspec.vllm.inputs import PromptType
+from jaxspec.vllm.limits import check_conversations, check_prompts, limits_of
 from jaxspec.vllm.lora.request import LoRARequest
 from jaxspec.vllm.outputs import RequestOutput, request_output
 from jaxspec.vllm.sampling_params import GENERATION, SamplingParams, default_params
@@ -67,8 +68,8 @@ class LLM:
     generation_config: "auto", by which the checkpoint's generation_config.json has a say where no sampling params are given, or "vllm", by
     which it has none; override_generation_config: a dict that goes before it. structured_outputs_config: a dict of which
     "disable_any_whitespace" and "disable_additional_properties" hold for all requests. chat_template: a template, or a file of one, in
-    place of the checkpoint's. limit_mm_per_prompt: prompts may have images, sounds and videos, any number of them, if it allows some, as
-    {"image": 1, "audio": 1} does. mm_processor_kwargs may have "max_soft_tokens", of an image at most, and "num_frames", of a video;
+    place of the checkpoint's. limit_mm_per_prompt: how many images, sounds and videos a prompt may have, as {"image": 2, "audio": 1} says;
+    none of a kind that it does not name. mm_processor_kwargs may have "max_soft_tokens", of an image at most, and "num_frames", of a video;
     media_io_kwargs may be {"video": {"num_frames": 32}}. enable_lora: calls may have a lora_request. Where it is another than the last one,
     its adapter is merged into the model's weights, which are read again. enable_prefix_caching: prompts that begin alike are computed once
     whatever it says. enable_sleep_mode: `sleep` works whatever it says.
@@ -126,6 +127,7 @@ class LLM:
         mesh, kv_dtype = arguments.mesh_of(tensor_parallel_size, data_parallel_size), arguments.kv_dtype_of(kv_cache_dtype)
         quantize = arguments.quantize_of(model, quantization, hub)
         media = arguments.media_of(limit_mm_per_prompt, mm_processor_kwargs, media_io_kwargs)
+        self._limits = limits_of(limit_mm_per_prompt)
         unheard = ["enable_prefix_caching"] if enable_prefix_caching is False else []
         unheard += [f"override_generation_config[{name!r}]" for name in overrides if name not in GENERATION]
         arguments.tell_without_effect([*tuning, *ignored, *unread, *unheard])
@@ -177,6 +179,7 @@ class LLM:
         if prompts is None:
             raise TypeError("generate has no prompts; expected a text, token ids, or several of these")
         listed = prompts_of(prompts)
+        check_prompts(listed, self._limits)
         params, wanted = self._params(sampling_params, len(listed)), self._adapters.of_call("generate", lora_request, len(listed))
 
         def serve(some: Sequence[int] | None) -> list[Completion]:
@@ -211,6 +214,7 @@ class LLM:
             raise ValueError(f"chat_template_content_format is {chat_template_content_format!r}; available: {available}")
         several = are_several(messages)
         conversations = [_in_format(each, chat_template_content_format) for each in (messages if several else [messages])]
+        check_conversations(conversations, self._limits)
         wanted = self._adapters.of_call("chat", lora_request, len(conversations))
         params = self._params(sampling_params, len(conversations))
         thinks = isinstance(chat_template_kwargs, Mapping) and chat_template_kwargs.get("enable_thinking")

@@ -262,6 +262,8 @@ def test_a_script_for_vllm_with_sounds():
     llm = LLM(str(saved("plain")[1]), max_model_len=256, max_num_seqs=1, limit_mm_per_prompt={"audio": 1})
     (answer,) = llm.generate({"prompt": "a <unused8>", "multi_modal_data": {"audio": (heard, 16_000)}}, params)
     assert answer.outputs[0].token_ids == expected("plain", answer.prompt_token_ids, [heard])[0]
+    with pytest.raises(ValueError, match="prompt 0 has 2 sounds; expected at most 1"):
+        llm.generate({"prompt": "a <unused8> <unused8>", "multi_modal_data": {"audio": [(heard, 16_000)] * 2}}, params)
     with pytest.raises(ValueError, match=re.escape("to read images, load with limit_mm_per_prompt={'image': 1}")):
         llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x.png"}}]}])
 

@@ -332,6 +332,12 @@ def test_a_script_for_vllm_with_images():
     messages = [{"role": "user", "content": [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "What is it?"}]}]
     (found,) = llm.chat(messages, params, use_tqdm=False)
     assert found.outputs[0].token_ids == loaded("plain").chat(messages, GREEDY).token_ids
+    three = {"prompt": "def <unused5><unused5><unused5>", "multi_modal_data": {"image": [image] * 3}}
+    with pytest.raises(ValueError, match="^prompt 1 has 3 images; expected at most 2, as limit_mm_per_prompt says"):
+        llm.generate([prompt, three], params)
+    told = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "nowhere.png"}}]}] * 3
+    with pytest.raises(ValueError, match="^conversation 0 has 3 images; expected at most 2"):
+        llm.chat(told, params)
     for limits, processing, error, words in (
         ({"image": -1}, None, ValueError, r"limit_mm_per_prompt\['image'\] is -1"),
         (3, None, TypeError, "limit_mm_per_prompt is 3, expected a dict"),

@@ -369,6 +369,9 @@ def test_a_batch_and_a_script_for_vllm(film, tmp_path):
     params = vllm.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (found,) = llm.generate(frames, params, use_tqdm=False)
     assert found.outputs[0].token_ids == loaded("plain").generate(frames, GREEDY)[0].token_ids
+    several = {"prompt": "<unused8> <unused8>", "multi_modal_data": {"video": [clip(3, 7), clip(4, 7)]}}
+    with pytest.raises(ValueError, match="prompt 0 has 2 videos; expected at most 1"):
+        llm.generate(several, params)
     media = arguments.media_of({"video": 1}, {"num_frames": 5}, {"video": {"num_frames": 9}})
     assert media["videos"] == 5 and arguments.media_of({"video": 1}, None, None)["videos"] is True
     for reading, words in (
