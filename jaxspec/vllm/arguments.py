@@ -331,7 +331,7 @@ def in_their_names() -> Iterator[None]:
         told = told.replace("images=True", "limit_mm_per_prompt={'image': 1}")
         told = told.replace("videos=True", "limit_mm_per_prompt={'video': 1}")
         told = told.replace("audio=True", "limit_mm_per_prompt={'audio': 1}")
-        told = told.replace("images=1120", "mm_processor_kwargs={'max_soft_tokens': 1120}")
+        told = re.sub(r"\bimages=(\d+)", r"mm_processor_kwargs={'max_soft_tokens': \1}", told)
         told = re.sub(rf"\b({'|'.join(ours)})\b", lambda found: ours[found[0]], told)
         if told == str(error):
             raise

@@ -381,5 +381,9 @@ def test_a_batch_and_a_script_for_vllm(film, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             vllm.LLM(str(saved("plain")[1]), media_io_kwargs=reading)
+    folder = shutil.copytree(saved("plain")[1], tmp_path / "model")
+    (folder / "processor_config.json").write_text(json.dumps({"video_processor": {"max_soft_tokens": 140}}))
+    with pytest.raises(ValueError, match=re.escape("load with mm_processor_kwargs={'max_soft_tokens': 140}")):
+        vllm.LLM(str(folder), limit_mm_per_prompt={"video": 1, "image": 1}, **sizes)
     with pytest.raises(ValueError, match="video_pruning_rate is 0.5"):
         vllm.LLM(str(saved("plain")[1]), video_pruning_rate=0.5)
