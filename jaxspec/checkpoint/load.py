@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.checkpoint import fused, jobs
 from jaxspec.checkpoint.changes import Change
@@ -26,6 +28,7 @@ from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
 HEAD = "lm_head.weight"
+FIRST_BYTES = 4096  # of a tensor, that `fingerprint` reads
 # How keys of a quantised matrix end where a float one's would end in ".weight", those of a converted folder among them.
 CODES = re.compile(r"\.(weight_packed|qweight|weight\.words)$")
 QUANTISED = re.compile(r"\.(weight_packed|weight_scale(_2|_inv)?|weight_global_scale|qweight)$")
@@ -140,6 +143,21 @@ def read_headers(folder: Path, layouts: Layouts = layouts) -> dict[str, Stored]:
     reads them, for their shapes and dtypes alone; `layouts` says what they were, see `layout.layouts_of`. Raises as
     `safetensors.read_folder` and `fused.stored_shapes` do."""
     return _converted_headers(folder, layouts) if (folder / CONVERTED).exists() else read_folder(folder)
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells a checkpoint from another that took its place, in hexadecimal digits: the CRC-32 of config.json and of each tensor's key,
+    dtype, shape and first bytes; of a converted folder, that of config.json and of what it says of its files. Raises as `read_headers`
+    does."""
+    found = zlib.crc32((folder / "config.json").read_bytes())
+    if (folder / CONVERTED).exists():
+        return f"{zlib.crc32((folder / CONVERTED).read_bytes(), found):08x}"
+    for key, tensor in sorted(read_folder(folder).items()):
+        found = zlib.crc32(f"{key} {tensor.describe()}".encode(), found)
+        if tensor.nbytes:
+            first = tensor.rows((tensor.nbytes,), 0, min(tensor.nbytes, FIRST_BYTES))
+            found = zlib.crc32(first.read(np.empty(first.nbytes, np.uint8)).data, found)
+    return f"{found:08x}"
 
 
 def weight_keys(folder: Path, layouts: Layouts = layouts) -> set[str]:

@@ -80,8 +80,8 @@ def distil(
     held_out: files that are measured on and not trained on; by default a fiftieth of the data. self_generate: texts that the target first
     writes behind beginnings of the data, at `temperature`, and that are half of every batch. objective: fields of `Objective` that shall
     differ from the kind's. num_draft_tokens: K with which acceptance is measured. resume: go on from the newest checkpoint in `out`, with
-    the texts and settings that the run began with. mesh: batches are spread over its axis "data", and all weights are on each of its
-    devices. run: fields of `loop.Run`: steps, batch, length, peak and others.
+    the target, texts and settings that the run began with. mesh: batches are spread over its axis "data", and all weights are on each of
+    its devices. run: fields of `loop.Run`: steps, batch, length, peak and others.
 
     Raises FileNotFoundError, TypeError or ValueError for what cannot be used, FileExistsError where `out` holds another run or another
     checkpoint, and FloatingPointError as `loop.fit` does.
@@ -120,6 +120,7 @@ def distil(
     settings = {
         "drafter_kind": drafter_kind,
         "target": os.fspath(target),
+        "target_files": checkpoint.fingerprint(folder),
         "data": _checksum(texts),
         "held_out": _checksum(held),
         "self_generate": self_generate,
@@ -184,7 +185,8 @@ def finetune(
         raise ValueError(f"the target {folder} is quantised ({quantisation.name}); only float weights can be trained")
     raw, tokenizer = checkpoint.read_config(folder), load_tokenizer(folder)
     texts, held = _texts(data, held_out, tokenizer, how.length, read_target(folder)[0])
-    settings = {"target": os.fspath(target), "data": _checksum(texts), "held_out": _checksum(held)}
+    settings = {"target": os.fspath(target), "target_files": checkpoint.fingerprint(folder)}
+    settings |= {"data": _checksum(texts), "held_out": _checksum(held)}
     check_out(out, how, settings, resume)  # before weights are read, and the run's first file is there
     model = _target(folder, jnp.float32)
 
@@ -312,7 +314,7 @@ def _own(
 ) -> Batch:
     """Texts that the target writes on one device, where `model` lies. They are kept in a file as they come, so that a run which goes on has
     the same."""
-    asked = json.dumps([str(folder), _checksum(texts), count, temperature, how.seed, how.length])
+    asked = json.dumps([checkpoint.fingerprint(folder), _checksum(texts), count, temperature, how.seed, how.length])
     own = Batch(*(np.zeros((0, *shape), np.int32) for shape in ((how.length,), (), ())))
     if kept.exists():
         found = np.load(kept, allow_pickle=False)
