@@ -137,14 +137,13 @@ def released_pair(
     drafter: a name of `released.drafter_names`, "same" for the MTP modules that a target's checkpoint holds, a kind without checkpoints
     such as "ngram", or a checkpoint's name. Raises ValueError or FileNotFoundError for what is none of these.
     """
-    drafter = "modules" if drafter == SAME else drafter
     config = released.target_config(target)
     dtype = DTYPES[config.dtype]
     folder, made = None, drafters.without_checkpoints()
     if drafter is None or drafter in made:
         planned = NoDraft() if drafter is None else made[drafter].made()
         _check_no_quantising(quantize_drafter, planned)
-    elif drafter in released.drafter_names():
+    elif drafter == SAME or drafter in released.drafter_names():
         planned = released.abstract_drafter(drafter, target, config, dtype, quantize_drafter)
     else:
         folder = released.resolve(drafter, hub.of_others)

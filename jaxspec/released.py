@@ -17,13 +17,14 @@ from jaxspec.checkpoint.quantisation import Quantisation
 from jaxspec.drafters import quantising
 from jaxspec.drafters.base import fitted
 from jaxspec.drafters.kind import Kind
-from jaxspec.drafters.registry import KINDS, kind_of
+from jaxspec.drafters.registry import KINDS, SAME, kind_of
 from jaxspec.model.families import family_named
 from jaxspec.model.layer_spec import FULL, SLIDING
 from jaxspec.model.target import TargetConfig
 from jaxspec.targets import asked_quantisation, quantisation_of, read_target
 from jaxspec.vision import Images, Preprocessing, vision_config
 
+MODULES = "modules"  # the named drafter that the checkpoint of its target holds
 _COMMON = {
     "vocab_size": 262_144,
     "vocab_size_per_layer_input": 262_144,
@@ -317,11 +318,14 @@ def has_drafter(name: str, shape: str) -> bool:
 
 
 def abstract_drafter(name: str, shape: str, target: TargetConfig, dtype: Any, quantize: str | None = None) -> Any:
-    """A named drafter for the target of a name, or that of a checkpoint folder, as a tree of ShapeDtypeStructs. quantize:
-    `quantize_drafter` of `load`.
+    """A named drafter for the target of a name, or that of a checkpoint folder, as a tree of ShapeDtypeStructs. name: "same" is what the
+    target's own checkpoint holds. quantize: `quantize_drafter` of `load`.
 
     Raises FileNotFoundError or ValueError for what is neither, and for a drafter that there is not for this target.
     """
+    if name == SAME and shape not in TARGETS:
+        return drafters.abstract_drafter(drafters.resolve(SAME, checkpoint.resolve(shape)), target, dtype, quantize)
+    name = MODULES if name == SAME else name
     if name in drafter_names():
         config = drafter_config(name, shape, target)
         kind = _named_kinds().get(name) or kind_of(config)

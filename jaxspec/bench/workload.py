@@ -163,13 +163,13 @@ def plan_bench(
     """Checks a request to time steps of each batch size at each temperature, and prompts of each length in `prefill`.
 
     config: a key of `released.TARGETS`, or a checkpoint folder, of which only config.json is read. drafter: "none", a name of
-    `released.drafter_names`, or a folder. num_draft_tokens: by default 4, 0 without a drafter. rows: of the target's pass, for all
-    sequences together, which go to the drafts that are most likely accepted; by default every draft has one. tree: of drafts, as for
-    `jaxspec.load`, in place of num_draft_tokens; a step is timed. acceptance: rates, by default `RATES`, as for `accept.synthetic`, or the
-    name of a rule, by default "coupled" for a tree; a rule accepts hardly any random draft, but takes the time that it takes. quantize,
-    quantize_embedding, quantize_activations, quantize_drafter: as in `jaxspec.load`; without them a folder's weights are quantised as its
-    config says. head_guide: as there. mesh: from `sharding.mesh`; its data axis divides each of `batches`, and is 1 if prompts are timed.
-    workload: other fields of `Workload`.
+    `released.drafter_names`, a folder, or "same" for the one in the target's own checkpoint. num_draft_tokens: by default 4, 0 without a
+    drafter. rows: of the target's pass, for all sequences together, which go to the drafts that are most likely accepted; by default every
+    draft has one. tree: of drafts, as for `jaxspec.load`, in place of num_draft_tokens; a step is timed. acceptance: rates, by default
+    `RATES`, as for `accept.synthetic`, or the name of a rule, by default "coupled" for a tree; a rule accepts hardly any random draft, but
+    takes the time that it takes. quantize, quantize_embedding, quantize_activations, quantize_drafter: as in `jaxspec.load`; without them a
+    folder's weights are quantised as its config says. head_guide: as there. mesh: from `sharding.mesh`; its data axis divides each of
+    `batches`, and is 1 if prompts are timed. workload: other fields of `Workload`.
 
     Raises ValueError, TypeError or FileNotFoundError for what does not exist, does not fit together or does not fit the device's memory.
     """

@@ -22,7 +22,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         bench.add_argument(f"--{name}", help=text, **settings)
 
     option("config", "a named shape, such as e2b or 31b, or a folder with a config.json; any other word lists the names", required=True)
-    option("drafter", "none (the default), a kind such as mtp or ngram, another config's name, or a folder; any other word lists them all")
+    option(
+        "drafter",
+        "none (the default), a kind such as mtp or ngram, same, another config's name, or a folder; any other word lists them all",
+    )
     option("k", "number of tokens to draft in each round (default: 4 with a drafter)", type=int, metavar="K", dest="num_draft_tokens")
     rows = "rows of the target's pass for all sequences together, which go to the best drafts (default: one for each draft and anchor)"
     option("rows", rows, type=int, metavar="M")

@@ -141,6 +141,7 @@ def test_a_step_of_experts_behind_dense_layers():
     target = abstract_target(released.target_config("step3p5"), jnp.bfloat16)
     modules = released.abstract_drafter("modules", "step3p5", target.config, jnp.bfloat16)
     size = roofline.step_bytes(target, modules, batch=8, num_draft_tokens=3, context=4096)
+    assert released.abstract_drafter("same", "step3p5", target.config, jnp.bfloat16) == modules
     experts = 42 * 288 * (1 - (1 - 8 / 288) ** 32) * 2 * 15_728_640
     assert size.target == pytest.approx(12.35e9 + experts, rel=1e-3) and size.target == pytest.approx(238.4e9, rel=1e-3)
     assert size.drafter == pytest.approx(3 * 1.619e9, rel=1e-3)
@@ -265,6 +266,7 @@ def test_a_run_from_end_to_end(folders, capsys, monkeypatch):
     [
         (["--config", "70b"], "config '70b' is neither a folder"),
         (["--config", "e2b", "--drafter", "medusa"], "drafter 'medusa' is neither a folder"),
+        (["--config", "pocket", "--drafter", "same"], "drafter is 'same', but the config.json in "),
         (
             ["--config", "pocket", "--drafter", "mtp"],
             "drafter 'mtp' is there for config e2b, e4b, 12b, 26b, 31b; for 'pocket' name a folder",
