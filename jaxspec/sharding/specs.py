@@ -43,8 +43,8 @@ def weight_specs(tree: Any, mesh: Mesh) -> Any:
         return fields_spec(weight, spec) if is_packed(weight) else spec
 
     specs = jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_packed)
+    _check_tables(tree, specs, mesh)  # first, as it says more of what can be done
     _check_modules(tree, specs, rows)
-    _check_tables(tree, specs, mesh)
     return specs
 
 
@@ -82,7 +82,7 @@ def _check_tables(tree: Any, specs: Any, mesh: Mesh) -> None:
     """Raises ValueError for a packed embedding or head that is whole on a mesh by which a float one would be cut, as others over the
     vocabulary are: all have to hold the same tokens."""
     devices = mesh.shape[TENSOR]
-    for field, called, instead in (("embed_tokens", "embedding", ", or no quantize_embedding"), ("lm_head", "head", "")):
+    for field, called, instead in (("embed_tokens", "embedding", ", no quantize_embedding"), ("lm_head", "head", "")):
         table: Any = getattr(getattr(tree, field, None), "weight", None)
         if not is_packed(table) or field in getattr(tree, "gathers", ()):
             continue
@@ -90,7 +90,7 @@ def _check_tables(tree: Any, specs: Any, mesh: Mesh) -> None:
         if TENSOR not in getattr(specs, field).weight.words and vocab % devices == 0:
             raise ValueError(
                 f"the {called} of {vocab} tokens is quantised, and its blocks of {BLOCK} cannot be spread over {devices} devices; expected "
-                f"fewer devices{instead}"
+                f"fewer devices{instead}, or a vocabulary padded to a multiple of {BLOCK * devices} tokens"
             )
 
 
