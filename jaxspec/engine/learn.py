@@ -331,7 +331,7 @@ def _check_same(out: Path, weights: Any, given: Any) -> None:
     if jax.tree.structure(weights) != jax.tree.structure(given) or _shapes(weights) != _shapes(given):
         there, wanted = type(weights).__name__, type(given).__name__
         found = f"another drafter that learnt, {there}" if there != wanted else f"a {there} that learnt, of another size or config"
-        raise ValueError(f"{out} holds {found} than the {wanted} that was given; give that one to go on, or name another folder")
+        raise ValueError(f"{out} holds {found} than the {wanted} that was given; give that one to go on, or move the folder away")
 
 
 def _shapes(weights: Any) -> list[tuple[int, ...]]:

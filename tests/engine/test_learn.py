@@ -69,7 +69,7 @@ def test_what_was_learnt_is_kept_and_learning_resumes(folders, tmp_path, monkeyp
         assert texts(llm) == first and type(llm.drafter).__name__ == "Gemma4MTP"
     other = tiny_assistant(tmp_path / "other", intermediate_size=48)
     with jaxspec.load(folders[0], other, **SIZES) as llm:
-        with pytest.raises(ValueError, match="killed holds a Gemma4MTP that learnt, of another size or config than the Gemma4MTP that was"):
+        with pytest.raises(ValueError, match="killed holds a Gemma4MTP that learnt, of another size or config .* or move the folder away$"):
             llm.learn(dataclasses.replace(learn, out=killed, resume=True))
 
 
