@@ -46,7 +46,8 @@ def generate(
     batch_size: rows of a batch; take several times the slots of a replica, which works on two batches at a time. checkpoint_path: a
     folder that all machines see, in which Ray notes the ids of rows that were written; a job that is run again leaves these rows out. It
     needs id_column and a dataset that Ray reads from files and writes to files. cache_dir: folder for compiled programs; a folder that
-    all machines see is filled once. By default JAXSPEC_CACHE_DIR of each machine.
+    all machines see is filled once. By default JAXSPEC_CACHE_DIR of each machine. It is not the `cache_dir` of `load`, where models are
+    kept: here that is where HF_HOME of each machine says.
 
     Raises ImportError without Ray, and ValueError or TypeError for settings that make no sense. What `load` raises ends the job when the
     first replica starts.
