@@ -24,7 +24,8 @@ class Learn:
     share: float = 0.05
     """The share of the time spent generating that goes into learning, at most."""
     out: str | os.PathLike[str] | None = None
-    """Folder for the drafter, as a checkpoint that `load` takes, and for what a killed run needs to resume. None writes nothing."""
+    """Folder for the drafter, as a checkpoint that `load` takes, in the dtype that its config.json names, and for what a killed run needs
+    to resume. None writes nothing."""
     resume: bool = False
     """Whether to go on from what `out` holds, if it holds anything."""
     batch: int = 4

@@ -75,13 +75,14 @@ def distil(
 
     target: a hub id, folder or bundled name; its weights stay as they are. drafter_kind: "mtp", "dflash", "dflash2", "dspark", "eagle3",
     "mtp-modules", "draft-model", or the name of another kind that is registered and has an objective. data: files, see `data.read`. out:
-    the folder; it also gets metrics.jsonl, curves.png and checkpoints/. init: the drafter to go on from (a hub id, folder or bundled name),
-    or the config.json of a fresh one, as a mapping or in a folder without weights; by default a fresh one of a size that suits the target.
-    held_out: files that are measured on and not trained on; by default a fiftieth of the data. self_generate: texts that the target first
-    writes behind beginnings of the data, at `temperature`, and that are half of every batch. objective: fields of `Objective` that shall
-    differ from the kind's. num_draft_tokens: K with which acceptance is measured. resume: go on from the newest checkpoint in `out`, with
-    the target, texts and settings that the run began with. mesh: batches are spread over its axis "data", and all weights are on each of
-    its devices. run: fields of `loop.Run`: steps, batch, length, peak and others.
+    the folder; float weights there have the dtype that its config.json names, bfloat16 or else float32. It also gets metrics.jsonl,
+    curves.png and checkpoints/, which hold float32. init: the drafter to go on from (a hub id, folder or bundled name), or the config.json
+    of a fresh one, as a mapping or in a folder without weights; by default a fresh one of a size that suits the target. held_out: files
+    that are measured on and not trained on; by default a fiftieth of the data. self_generate: texts that the target first writes behind
+    beginnings of the data, at `temperature`, and that are half of every batch. objective: fields of `Objective` that shall differ from the
+    kind's. num_draft_tokens: K with which acceptance is measured. resume: go on from the newest checkpoint in `out`, with the target, texts
+    and settings that the run began with. mesh: batches are spread over its axis "data", and all weights are on each of its devices. run:
+    fields of `loop.Run`: steps, batch, length, peak and others.
 
     Raises FileNotFoundError, TypeError or ValueError for what cannot be used, FileExistsError where `out` holds another run or another
     checkpoint, and FloatingPointError as `loop.fit` does.
