@@ -121,7 +121,8 @@ def test_a_tree_gives_as_many_tokens_as_the_ranks_of_its_candidates_say(written)
     --served 15`), and 3.0 with as many drafts in a row."""
     sequences, state = written
     ready = prefilled(drafter_of("mtp"), [row[:prompt] for prompt, row in sequences], [prompt + NEW_TOKENS for prompt, _ in sequences])
-    round, slots = decode.Round.of_tree(DraftTree.default(15)), jnp.arange(SLOTS, dtype=jnp.int32)
+    grown = DraftTree.default(15)
+    round, slots = decode.Round(grown.depth, tree=grown), jnp.arange(SLOTS, dtype=jnp.int32)
     tree = all_loop(target(), drafter_of("mtp"), ready, slots, 10_000, round=round)
     found = [row[:n] for row, n in zip(np.asarray(tree.tokens), np.asarray(tree.length), strict=True)]
     assert sum(assert_same(one, row, 0.0, 0) for one, (_, row) in zip(found, sequences, strict=True)) <= 1

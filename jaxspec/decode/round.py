@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jaxspec.decode.accept import COUPLED, Rule
 from jaxspec.drafters.base import Drafter
@@ -30,11 +29,6 @@ class Round:
     rows: int | None = None
     # The drafts, where they are a tree of which the round verifies every node; K is its depth then. None for a chain of K drafts.
     tree: DraftTree | None = None
-
-    @classmethod
-    def of_tree(cls, tree: DraftTree, **settings: Any) -> Round:
-        """A round of a tree. settings: further fields."""
-        return cls(tree.depth, tree=tree, **settings)
 
     @property
     def drafts(self) -> int:

@@ -384,7 +384,7 @@ def test_a_plan_says_how_a_checkpoint_is_quantised(tmp_path):
 
 def test_a_round_of_a_tree_has_a_row_for_each_node():
     plan = workload.plan_bench("pocket", "pocket-mtp", tree=7, batches=(4,), context=64, tokens=32)
-    assert plan.work.round == Round.of_tree(DraftTree.default(7)) and plan.work.rows_each == 8
+    assert plan.work.round == Round(3, tree=DraftTree.default(7)) and plan.work.rows_each == 8
     assert plan.work.num_draft_tokens == 3 and plan.work.accept.name == "coupled"
 
 

@@ -67,7 +67,7 @@ def walked(row, tree, limit=MAX_LEN):
 @pytest.mark.parametrize("tree", [WIDE, pytest.param(DEEP, marks=pytest.mark.slow)], ids=str)
 def test_the_text_and_the_rounds_are_those_of_the_paths(tree):
     """Ragged prompts, greedy and sampled, pages of 5, a window of 8 that wraps, up to exactly max_len."""
-    state = loops.run_rounds(Round.of_tree(tree), orchard())
+    state = loops.run_rounds(Round(tree.depth, tree=tree), orchard())
     loops.assert_same(numbers(state, "tokens"))
     assert (numbers(state, "length") == MAX_LEN).all() and (numbers(state, "computed") == MAX_LEN - 1).all()
     assert (numbers(state, "status") == FULL_LENGTH).all() and not state.starved
@@ -81,7 +81,7 @@ def test_the_text_and_the_rounds_are_those_of_the_paths(tree):
 
 def test_the_assistant_changes_nothing_but_the_rounds():
     """It ranks candidates of its centroids, with the noise of their position where texts are sampled."""
-    state = loops.run_rounds(Round.of_tree(WIDE), loops.assistant())
+    state = loops.run_rounds(Round(WIDE.depth, tree=WIDE), loops.assistant())
     loops.assert_same(numbers(state, "tokens"))
     flags = numbers(state, "from_draft")
     assert flags[TEMPERATURE > 0].any() and flags[TEMPERATURE == 0].any()
@@ -91,7 +91,7 @@ def test_the_assistant_changes_nothing_but_the_rounds():
 def test_a_tree_without_branches_is_a_chain():
     """The same drafts are accepted, and the drafter sees the same of them."""
     chain = loops.run_rounds(Round(4), loops.assistant())
-    tree = loops.run_rounds(Round.of_tree(DraftTree.of([[0] * depth for depth in range(1, 5)])), loops.assistant())
+    tree = loops.run_rounds(Round(4, tree=DraftTree.of([[0] * depth for depth in range(1, 5)])), loops.assistant())
     for name in ("tokens", "from_draft", "rounds", "drafted", "length", "computed", "status"):
         np.testing.assert_array_equal(numbers(tree, name), numbers(chain, name), err_msg=name)
 
@@ -99,7 +99,7 @@ def test_a_tree_without_branches_is_a_chain():
 def test_chains_and_trees_take_turns():
     """What is kept of a tree lies in the cache, the rings and the drafter as a chain's would."""
     state, slots = loops.prefill(loops.admit(loops.empty(), ROWS), ROWS), loops.padded(ROWS)
-    rounds = [Round.of_tree(WIDE), Round(4), Round(0)]
+    rounds = [Round(WIDE.depth, tree=WIDE), Round(4), Round(0)]
     for turn in range(60):
         state = loops.jit_loop(loops.target(), loops.assistant(), state, slots, 1, 0, round=rounds[turn % 3])
     loops.assert_same(numbers(state, "tokens"))
@@ -113,11 +113,11 @@ def test_ends_inside_a_path():
     stops = np.full((len(ROWS), 4), -1)
     stops[:, 1] = loops.texts()[ROWS, ends]
     first = [int(np.flatnonzero(loops.texts()[row, PROMPT[row] :] == stops[row, 1])[0]) + PROMPT[row] + 1 for row in ROWS]
-    state = loops.run_rounds(Round.of_tree(WIDE), orchard(), stops=stops)
+    state = loops.run_rounds(Round(WIDE.depth, tree=WIDE), orchard(), stops=stops)
     assert (numbers(state, "status") == STOPPED).all()
     assert np.array_equal(numbers(state, "length"), first) and np.array_equal(numbers(state, "computed"), np.asarray(first) - 1)
     loops.assert_same(numbers(state, "tokens"), first)
-    state = loops.run_rounds(Round.of_tree(WIDE), orchard(), limit=ends)
+    state = loops.run_rounds(Round(WIDE.depth, tree=WIDE), orchard(), limit=ends)
     assert (numbers(state, "status") == FULL_LENGTH).all() and np.array_equal(numbers(state, "length"), ends)
     loops.assert_same(numbers(state, "tokens"), ends)
 
@@ -126,7 +126,7 @@ def test_slots_in_any_order_beside_ids_of_nobody():
     order = [4, 6, 0, 2, 5, 1]
     state = loops.prefill(loops.admit(loops.empty(), order), order)
     for slots in ([loops.NOBODY, 6, loops.SLOTS, 4], [0, 1, 2, 5]):
-        state = loops.jit_loop(loops.target(), orchard(), state, loops.padded(slots), 1000, 0, round=Round.of_tree(WIDE))
+        state = loops.jit_loop(loops.target(), orchard(), state, loops.padded(slots), 1000, 0, round=Round(WIDE.depth, tree=WIDE))
     loops.assert_same(numbers(state, "tokens", order))
 
 
@@ -134,7 +134,7 @@ def test_pages_that_run_out_leave_every_sequence_as_it_was():
     state = loops.prefill(loops.admit(loops.empty(), ROWS), ROWS)
     none = dataclasses.replace(state, cache=dataclasses.replace(state.cache, free_count=jnp.zeros_like(state.cache.free_count)))
     while True:
-        after = loops.jit_loop(loops.target(), orchard(), none, loops.padded(ROWS), 1, 0, round=Round.of_tree(WIDE))
+        after = loops.jit_loop(loops.target(), orchard(), none, loops.padded(ROWS), 1, 0, round=Round(WIDE.depth, tree=WIDE))
         if after.starved:
             break
         none = after
@@ -157,7 +157,7 @@ def test_filters_edits_and_log_probabilities(scope):
     plain = run(NoDraft(), Round(0, needs=needs))
     right = dataclasses.replace(orchard(), answers=jnp.asarray(numbers(plain, "tokens")))
     for drafter in (right, loops.assistant()):
-        tree = run(drafter, Round.of_tree(WIDE, needs=needs))
+        tree = run(drafter, Round(WIDE.depth, tree=WIDE, needs=needs))
         np.testing.assert_array_equal(numbers(tree, "tokens"), numbers(plain, "tokens"))
         assert numbers(tree, "from_draft").any()
         for row, start in enumerate(PROMPT):
@@ -216,12 +216,12 @@ def test_candidates_rank_by_what_they_are_chosen_by():
 @pytest.mark.parametrize(
     ("round", "message"),
     [
-        (Round.of_tree(WIDE, accept=accept.Rule("standard")), "the acceptance rule is 'standard', which keeps drafts of a chain"),
-        (Round.of_tree(WIDE, accept=accept.Rule("block")), "the acceptance rule is 'block'"),
-        (Round.of_tree(WIDE, accept=accept.synthetic([0.5] * 4)), "the acceptance rule is 'synthetic'"),
-        (Round.of_tree(WIDE, rows=12), "a tree that is 4 deep, 4 draft tokens and rows=12; expected its depth, and None"),
+        (Round(WIDE.depth, tree=WIDE, accept=accept.Rule("standard")), "the acceptance rule is 'standard', which keeps drafts of a chain"),
+        (Round(WIDE.depth, tree=WIDE, accept=accept.Rule("block")), "the acceptance rule is 'block'"),
+        (Round(WIDE.depth, tree=WIDE, accept=accept.synthetic([0.5] * 4)), "the acceptance rule is 'synthetic'"),
+        (Round(WIDE.depth, tree=WIDE, rows=12), "a tree that is 4 deep, 4 draft tokens and rows=12; expected its depth, and None"),
         (Round(3, tree=WIDE), "a tree that is 4 deep, 3 draft tokens and rows=None"),
-        (Round.of_tree(DraftTree.of([[0] * n for n in range(1, 9)])), "is 8 deep, the target has a window of 8 tokens; expected at most 7"),
+        (Round(8, tree=DraftTree.of([[0] * n for n in range(1, 9)])), "is 8 deep, the target has a window of 8 tokens; expected at most 7"),
     ],
 )  # fmt: skip
 def test_what_a_tree_does_not_go_with(round, message):
@@ -231,4 +231,4 @@ def test_what_a_tree_does_not_go_with(round, message):
 
 def test_a_drafter_of_chains():
     with pytest.raises(ValueError, match="the drafter Parrot drafts one token after the other and no tree; expected no tree"):
-        loops.jit_loop(loops.target(), loops.parrot(), loops.empty(), loops.padded(ROWS), 1, 0, round=Round.of_tree(WIDE))
+        loops.jit_loop(loops.target(), loops.parrot(), loops.empty(), loops.padded(ROWS), 1, 0, round=Round(WIDE.depth, tree=WIDE))

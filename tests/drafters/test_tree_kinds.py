@@ -32,7 +32,7 @@ def test_who_draws_trees():
 def test_texts_are_those_without_drafts(kind):
     drafter = kinds.drafter(kind)
     started = rounds.started(drafter)
-    state = rounds.decode_loop(rounds.target(), drafter, started, rounds.SLOT_IDS, 1000, round=decode.Round.of_tree(TREE))
+    state = rounds.decode_loop(rounds.target(), drafter, started, rounds.SLOT_IDS, 1000, round=decode.Round(TREE.depth, tree=TREE))
     np.testing.assert_array_equal(rounds.tokens(state), rounds.texts())
     ids = rounds.SLOT_IDS[:-1]
     assert np.array_equal(np.asarray(state.drafted)[ids], TREE.nodes * np.asarray(state.rounds)[ids])
