@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -39,7 +39,7 @@ INCOMPLETE = "\ufffd"  # decoders write it for bytes that are no character, or n
 class TemplateOptions(TypedDict, total=False):
     """How a conversation is written, beside its messages."""
 
-    tools: Sequence[Mapping[str, Any]] | None  # functions that the model may call, as the chat template wants them
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None  # functions that the model may call, or schemas of these
     chat_template: str | None  # a template in place of the checkpoint's
     chat_template_kwargs: Mapping[str, Any] | None  # more names that the template knows
     add_generation_prompt: bool  # whether it ends with the opening of the model's turn; True by default

@@ -469,9 +469,10 @@ class LLM:
 
         messages: dicts with "role" and "content", by the checkpoint's chat template. params, sampling_params, use_tqdm: as for `generate`,
         params one for all conversations or one for each. enable_thinking goes to the template.
-        template: tools, the functions that the model may call, as the template wants them; chat_template, a template in place of the
-        checkpoint's; chat_template_kwargs, a dict of more names that the template knows; add_generation_prompt, False to leave out the
-        opening of the model's turn; with that, continue_final_message=True to go on with the last message.
+        template: tools, the functions that the model may call, each as itself, with types and a docstring of Google's style, or as a schema
+        in the form of OpenAI's API; chat_template, a template in place of the checkpoint's; chat_template_kwargs, a dict of more names that
+        the template knows; add_generation_prompt, False to leave out the opening of the model's turn; with that,
+        continue_final_message=True to go on with the last message.
         A completion's `message` has the model's thoughts, its text and its tool calls apart, to be appended to the messages.
         What was computed of a conversation is kept until its memory is needed. If the conversation goes on from there, only what is new is
         computed. Without thinking, Gemma 4's template writes an empty thought before an answer and leaves it out of the next prompt; then
