@@ -83,12 +83,11 @@ def _frames_in(container: Any, stream: Any) -> tuple[int, Index | None]:
         times = range(0, step * len(entries), step) if step > 0 else range(0)
         even = shown == len(entries) and [entry.timestamp - entries[0].timestamp for entry in entries] == list(times)
         return shown, _index(times, [i for i, entry in enumerate(entries) if entry.is_keyframe]) if even else None
-    if stream.frames:
-        return stream.frames, None
     packets = itertools.dropwhile(lambda packet: not packet.is_keyframe, container.demux(stream))
     found = [(packet.pts, packet.is_keyframe) for packet in packets if packet.size]  # without what is in them
     times = sorted({time for time, _ in found if time is not None})
-    if len(times) < len(found):
+    # An AVI file also counts the frames that were dropped as it was recorded, and after seeking its times are not true.
+    if stream.frames or container.format.name == "avi" or len(times) < len(found):
         return len(found), None
     keys = sorted(bisect.bisect_left(times, time) for time, is_key in found if is_key)
     return len(found), _index([time - times[0] for time in times], keys)

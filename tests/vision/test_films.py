@@ -15,16 +15,16 @@ H264 = {"codec": "libx264", "g": "24", "bf": "3", "sc_threshold": "0"}
 OPEN = {**H264, "x264-params": "open-gop=1:scenecut=0"}  # frames before a key frame need others before it
 
 
-def written(path, codec, steps=(1,), **options):
+def written(path, codec, steps=(1,), pixels="yuv420p", **options):
     """A film of COUNT frames that all differ, with so many thirtieths of a second from each to the next, over and over."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=30, options=options)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = 64, 48, pixels
         at = 0
         for i in range(COUNT):
-            pixels = np.full((48, 64, 3), i, np.uint8)
-            pixels[:, i % 64] = 255
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            picture = np.full((48, 64, 3), i, np.uint8)
+            picture[:, i % 64] = 255
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts, frame.time_base = at, Fraction(1, 30)
             at += steps[i % len(steps)]
             container.mux(stream.encode(frame))
@@ -73,6 +73,7 @@ def pixels(frames):
         ("film.mp4", {"codec": "mpeg4", "g": "12"}, True),
         ("film.mp4", {**H264, "steps": (1, 2, 4)}, False),  # its index does not say when frames are shown
         ("film.avi", {"codec": "mpeg4", "g": "12"}, False),
+        ("film.avi", {"codec": "mjpeg", "pixels": "yuvj420p", "steps": (1, 2)}, False),  # its header counts what was dropped between them
         ("film.ts", H264, None),  # some of its frames are found, and some are not
     ],
 )
