@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.files import CONVERTED
-from jaxspec.checks import integer
+from jaxspec.checks import integer, type_name
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.params import SamplingParams
 
@@ -91,7 +91,7 @@ def compare(llm: LLM, folder: Path, *, texts: Sequence[str] = TEXTS, tokens: int
     they are cut to what fits. One more is made of all, which is longer than a window if that fits. dtype: of the reference, "float32",
     "bfloat16" or "auto", the checkpoint's. Raises what `reference_class` raises, and ValueError for texts that are too short.
     """
-    kind, most = reference_class(folder), llm.max_len - integer("tokens", tokens, 1) - 1
+    kind, most = reference_class(folder), max(llm.max_len - integer("tokens", tokens, 1) - 1, 0)
     prompts = [llm.tokenizer.encode(text)[:most] for text in texts]
     longest = min(getattr(llm.config, "sliding_window", 0) + BEYOND, most)
     prompts.append(list(itertools.islice(itertools.cycle(itertools.chain(*prompts)), longest)))
@@ -106,7 +106,7 @@ def compare(llm: LLM, folder: Path, *, texts: Sequence[str] = TEXTS, tokens: int
         model = kind.from_pretrained(folder, dtype=dtype).eval()
         found = [_compared(model, ids, answer) for ids, answer in zip(prompts, answers, strict=True)]
     except Exception as error:  # whatever PyTorch and readers of formats raise
-        raise ValueError(f"transformers cannot run {folder}: {error}") from error
+        raise ValueError(f"transformers cannot run {folder}: {str(error) or type_name(error)}") from error
     name = str(model.dtype).removeprefix("torch.")
     count, steps = llm.settings.num_draft_tokens, sum(answer.stats.steps for answer in answers)
     length = sum(len(answer.token_ids) - 1 for answer in answers) / steps if steps else 1.0  # a first token is of no step

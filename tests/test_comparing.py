@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import sys
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -75,8 +76,9 @@ def test_another_checkpoint_differs(llm, tmp_path, capsys):
 def test_what_cannot_be_compared_is_refused(llm, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="a text has fewer than two tokens, or max_len, 160, has no room"):
         comparing.compare(llm, saved("plain")[1], texts=[""])
-    with pytest.raises(ValueError, match="a text has fewer than two tokens, or max_len, 160, has no room for two and for 158 others"):
-        comparing.compare(llm, saved("plain")[1], tokens=158)
+    for tokens in (158, 1000):
+        with pytest.raises(ValueError, match=f"or max_len, 160, has no room for two and for {tokens} others"):
+            comparing.compare(llm, saved("plain")[1], tokens=tokens)
     with pytest.raises(ValueError, match="tokens is 0"):
         comparing.compare(llm, saved("plain")[1], tokens=0)
     (tmp_path / "config.json").write_text('{"architectures": ["StepModel"]}')
@@ -89,9 +91,10 @@ def test_what_cannot_be_compared_is_refused(llm, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="was converted, and transformers cannot read it; expected the checkpoint that it was made from"):
         comparing.reference_class(tmp_path)
     kind = comparing.reference_class(saved("plain")[1])
-    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: 1 / 0)
-    with pytest.raises(ValueError, match="transformers cannot run .*prompts-plain: division by zero"):
-        compared(llm, saved("plain")[1])
+    for error, reason in ((ZeroDivisionError("division by zero"), "division by zero"), (MemoryError(), "MemoryError")):
+        monkeypatch.setattr(kind, "forward", unittest.mock.Mock(side_effect=error))
+        with pytest.raises(ValueError, match=f"transformers cannot run .*prompts-plain: {reason}"):
+            compared(llm, saved("plain")[1])
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match="transformers runs models with PyTorch: pip install torch"):
         comparing.reference_class(saved("plain")[1])
