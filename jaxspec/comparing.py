@@ -103,7 +103,7 @@ def compare(llm: LLM, folder: Path, *, texts: Sequence[str] = TEXTS, tokens: int
         if answer.error is not None:
             raise ValueError(f"a text could not be continued: {answer.error}")
     try:
-        model = kind.from_pretrained(folder, dtype=dtype).eval()
+        model = _read(kind, folder, dtype)
         found = [_compared(model, ids, answer) for ids, answer in zip(prompts, answers, strict=True)]
     except Exception as error:  # whatever PyTorch and readers of formats raise
         raise ValueError(f"transformers cannot run {folder}: {str(error) or type_name(error)}") from error
@@ -135,6 +135,15 @@ def reference_class(folder: Path) -> Any:
         version = importlib.metadata.version("transformers")
         raise ValueError(f"{folder}: transformers {version} has no model {named[0]!r}, which its config.json names")
     return found
+
+
+def _read(kind: Any, folder: Path, dtype: str) -> Any:
+    """A model of transformers. Raises ValueError where transformers would draw weights at random, since it does not find them."""
+    model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(f"it finds no {missing[0]} there, which is 1 of {len(missing)} missing weights")
+    return model.eval()
 
 
 def _compared(model: Any, ids: list[int], answer: Any) -> tuple[np.ndarray, ...]:

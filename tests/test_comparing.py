@@ -81,6 +81,14 @@ def test_what_cannot_be_compared_is_refused(llm, tmp_path, monkeypatch):
             comparing.compare(llm, saved("plain")[1], tokens=tokens)
     with pytest.raises(ValueError, match="tokens is 0"):
         comparing.compare(llm, saved("plain")[1], tokens=0)
+    folder = shutil.copytree(saved("plain")[1], tmp_path / "without")
+    (file,) = folder.glob("*.safetensors")
+    weights = safetensors.numpy.load_file(file)
+    for part in ("mlp.up_proj", "mlp.down_proj"):
+        del weights[f"model.language_model.layers.0.{part}.weight"]
+    safetensors.numpy.save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"it finds no model.*0\.mlp\.down_proj\.weight there, which is 1 of 2 missing weights"):
+        compared(llm, folder)
     (tmp_path / "config.json").write_text('{"architectures": ["StepModel"]}')
     with pytest.raises(ValueError, match="has no model 'StepModel', which its config.json names"):
         comparing.reference_class(tmp_path)
