@@ -118,3 +118,5 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(comparing.Comparison, "agrees", False)
     assert main(command) == 1
     assert main(["compare", str(tmp_path)]) == 2 and "config.json" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_bytes(b"caf\xe9")
+    assert main(command) == 2 and f"{tmp_path / 'text.txt'} is not UTF-8: " in capsys.readouterr().err

@@ -35,7 +35,7 @@ def _run(args: argparse.Namespace) -> int:
     from jaxspec.loading import load
 
     with errors.door():
-        texts = [*comparing.TEXTS, *(options.without_mark(Path(path).read_text(encoding="utf-8")) for path in args.text)]
+        texts = [*comparing.TEXTS, *map(_read, args.text)]
         how = options.hub_of(args)
         folder = hub.resolve(args.target, how)
         comparing.reference_class(folder)
@@ -52,3 +52,11 @@ def _run(args: argparse.Namespace) -> int:
         found = comparing.compare(llm, folder, texts=texts, tokens=args.tokens, dtype=args.reference_dtype)
     print(found)
     return 0 if found.agrees else 1
+
+
+def _read(path: str) -> str:
+    """The text of a file. Raises OSError, and ValueError if it is not UTF-8."""
+    try:
+        return options.without_mark(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
