@@ -111,7 +111,7 @@ class Serving:
 
     def stream(self, request: Request, steps: int, closing: threading.Event) -> Generator[Chunk, None, None]:
         """Gives the text of one request as it comes, what `steps` rounds add at a time. closing: see `together`."""
-        known = 0
+        known, ending = 0, sys.is_finalizing  # when the interpreter ends, the module's names may be gone
         try:
             with self._call([request]) as call:
                 while not closing.is_set():
@@ -134,7 +134,7 @@ class Serving:
                     with call.paused():
                         yield Chunk(piece, new, logprobs=logprobs)
         finally:
-            if request.output and not sys.is_finalizing():
+            if request.output and not ending():
                 self._over.append(functools.partial(self._account, request))
                 self.settle(waits=False)
 
