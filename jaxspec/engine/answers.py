@@ -5,9 +5,12 @@ transformers parses the text, by the checkpoint's own response template if it ha
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import hashlib
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,18 +21,24 @@ OTHER_NAMES = ("thinking", "reasoning")  # of a thought in response templates
 CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 LABEL = "thought\n"  # of a channel with thoughts
 NO_LABEL = "|".join(f"(?={LABEL[:i]}[^{LABEL[i]}])" for i in range(len(LABEL)))  # known from the first character that is none of it
+CHANNEL_END = r"<channel\|>|(?=<\|tool_call>)"  # models forget it before a call
 # Where a model says something in several places, these are joined.
 SEVERAL = {"repeats": True, "join": "\n"}
+# Within the arguments of a call: a text, one in quotes, the name of an argument, and what JSON writes unlike Python.
+WRITTEN = re.compile(
+    r"""<\|"\|>(?P<text>.*?)<\|"\|>|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?P<name>[\w.-]+)\s*[:=]|\b(?P<word>true|false|null)\b""", re.DOTALL
+)
+WORDS = {"true": "True", "false": "False", "null": "None"}
 # The forms of answers, as transformers' utils/chat_parsing wants them. Sources: Gemma 4's chat template; vLLM's parser for Step-3.5
 # (vllm/parser/step3p5.py).
 CHANNELS = {
     "defaults": {"role": "assistant"},
     "start_anchor": ["<|turn>model\n", "<tool_response|>"],
     "fields": {
-        THOUGHT: {"open_pattern": rf"<\|channel>(?:{LABEL}|{NO_LABEL})", "close": "<channel|>", **SEVERAL},
+        THOUGHT: {"open_pattern": rf"<\|channel>(?:{LABEL}|{NO_LABEL})", "close_pattern": CHANNEL_END, **SEVERAL},
         CALLS: {
-            "open_pattern": r"<\|tool_call>call:(?P<name>[^{<]+)",
-            "close": "<tool_call|>",
+            "open_pattern": r"<\|tool_call>call:(?P<name>[^({<]+)",
+            "close": ["<tool_call|>", "<turn|>"],
             "repeats": True,
             "content": "json",
             "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']], "allow_non_json": True},
@@ -158,9 +167,35 @@ def _name(field: str) -> str:
 
 
 def _with_arguments(call: Any) -> Any:
-    """A call whose arguments are an object, even if it has none. What is no object in the model's notation stays a text."""
+    """A call whose arguments are a dict, if there are none too. Those that are none in the model's notation stay a text."""
     function = call["function"]
-    return call if function["arguments"] != "" else {**call, "function": {**function, "arguments": {}}}
+    given = function["arguments"]
+    return {**call, "function": {**function, "arguments": arguments_of(given) if isinstance(given, str) else given}}
+
+
+def arguments_of(text: str) -> Any:
+    """Arguments that are not written as they should be, which models do: names in quotes or before "=", texts in the quotes of Python or
+    JSON, None. What cannot be read stays a text."""
+
+    def in_python(found: re.Match[str]) -> str:
+        if found["name"] is not None:
+            return f"{found['name']!r}:"
+        return repr(found["text"]) if found["text"] is not None else WORDS.get(found["word"], found[0])
+
+    try:
+        read = ast.literal_eval(WRITTEN.sub(in_python, text.strip() or "{}"))
+        json.dumps(read)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text
+    return read if isinstance(read, dict) else text
+
+
+def parts_of(text: str) -> dict[str, Any]:
+    """The parts of an answer in channels, as a text with its marks."""
+    from transformers.utils.chat_parsing import parse_response
+
+    found = parse_response(text, CHANNELS, prefix="")
+    return found | {CALLS: [_with_arguments(call) for call in found.get(CALLS, [])]}
 
 
 def _call_id(prompt: str, ids: Sequence[int], i: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 from small_tokenizers import byte_level, save
 
 from jaxspec import checkpoint
-from jaxspec.engine.answers import CHANNELS, Deltas
+from jaxspec.engine.answers import FORMS, Deltas
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.stats import RoundStats
 from jaxspec.text import OutputText, load_tokenizer
@@ -83,7 +83,7 @@ def calls_of(message):
         ),
         (TURN, "<|tool_call>call:f<tool_call|>", None, "", [("f", {})]),
         (TURN, '<|tool_call>call:f{x:<|"|>cut', None, "", [("f", '{x:<|"|>cut')]),  # what is no object stays as it is
-        (TURN, "<|tool_call>call:f{x:None}<tool_call|>", None, "", [("f", "{x:None}")]),
+        (TURN, "<|channel>thought\nlook<|tool_call>call:f{}<turn|>", "look", "", [("f", {})]),  # which end neither
         (
             f"{TURN}<|tool_call>call:f{{}}<tool_call|><|tool_response>response:f{{value:1}}<tool_response|>",
             "It is 1.",
@@ -104,6 +104,26 @@ def test_an_answer_in_channels_is_a_message(tokenizer, prompt, written, thought,
     # Deltas are what is new.
     assert (thought or "").endswith(made.get("reasoning_content", "").strip()) and said.strip().endswith(made.get("content", "").strip())
     assert bool(made.get("content")) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("{x:None}", {"x": None}),
+        ('{"url": "a:b", \'n\': [true, false]}', {"url": "a:b", "n": [True, False]}),
+        ("{ids:['a, b', \"c\"], at:{mode: 'x=1'}}", {"ids": ["a, b", "c"], "at": {"mode": "x=1"}}),
+        ("{as='it\\'s', user-id = 3}", {"as": "it's", "user-id": 3}),
+        ('{user-id:<|"|>say "no": true<|"|>,v.1:-2.5}', {"user-id": 'say "no": true', "v.1": -2.5}),
+        ("{city:Paris}", "{city:Paris}"),
+        ("{x:{1}}", "{x:{1}}"),
+        ("{x:1", "{x:1"),
+        ('(x: "1")', '(x: "1")'),
+        ("{x:" + "[" * 300, "{x:" + "[" * 300),
+    ],
+)
+def test_arguments_are_read_as_models_write_them(tokenizer, written, arguments):
+    done = answer(tokenizer, TURN, f"<|tool_call>call:f{written}<tool_call|>")[0]
+    assert calls_of(done.message) == [("f", arguments)]
 
 
 def test_calls_have_ids_of_their_own_and_a_copy_has_the_message(tokenizer):
@@ -201,7 +221,7 @@ def test_nothing_that_a_model_writes_breaks_a_message(tokenizer):
     """Nor does it lose a word; and what comes piece by piece is what comes at once."""
     rng, words = random.Random(0), ["fox", " dog", "\n", "thought\n", "{", "}", "call:f", ":", "é", "\x01", ","]
     marks = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<turn|>", "<|tool_response>"]
-    assert set(marks) >= {CHANNELS["fields"]["reasoning_content"]["close"], CHANNELS["fields"]["tool_calls"]["close"]}
+    assert {*marks} > FORMS[0][2]
     for _ in range(300):
         written = "".join(rng.choice(rng.choice([words, marks])) for _ in range(rng.randrange(12)))
         prompt = rng.choice([TURN, EMPTY, "", TURN + "<|channel>thought\nI"])
