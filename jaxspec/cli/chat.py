@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import sys
 from typing import Any
 
@@ -34,6 +35,9 @@ def _run(args: argparse.Namespace) -> None:
             llm.chat_input([{"role": "user", "content": files}])  # which refuses what cannot be read
     messages = [{"role": "system", "content": args.system}] if args.system else []
     somebody = sys.stdin.isatty()
+    if somebody:
+        with contextlib.suppress(ImportError):  # not on Windows
+            importlib.import_module("readline")  # with it, `input` edits lines and remembers them
     while True:
         try:
             line = options.without_mark(input("> " if somebody else "")).strip()
