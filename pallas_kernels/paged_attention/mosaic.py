@@ -72,6 +72,8 @@ def is_faster(q, key_weight, window) -> bool:
     return window is not None and plan.tiles == 1 and plan.items >= LEAST_ITEMS
 
 
+# Jitted by itself so that layers with equal shapes trace and lower one kernel, which takes up to a second; XLA inlines it.
+@jax.jit(static_argnames=("causal", "window", "scale", "splits", "launch_dependents", "read_once"))
 def paged_attention(
     q,
     positions,
