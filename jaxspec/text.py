@@ -263,6 +263,11 @@ class IncrementalDetokenizer:
         self._shown = len(text) - held
         return piece
 
+    @property
+    def held(self) -> str:
+        """The characters that are held back. Bytes that are none yet are left out."""
+        return self._tokenizer.decode(self._window + self._run)[self._shown :].rstrip(INCOMPLETE) if self._run else ""
+
     def flush(self) -> str:
         """Returns the text that was held back, at the end of the sequence. Afterwards the object is ready for another sequence."""
         piece = self._tokenizer.decode(self._window + self._run)[self._shown :]

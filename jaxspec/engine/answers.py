@@ -133,11 +133,15 @@ class _Reading:
 
     def feed(self, ids: Sequence[int], piece: str) -> list[tuple[str, str]]:
         """Takes the next ids, and text that is certain. Returns new pieces of what is no call, each with the name of its part."""
+        run = list[int]()  # tokens of text up to the next mark
         for i in ids:
             if self._tokenizer.has_text(i):
-                self._known += len(self._pieces.push([i]))
+                run.append(i)
             elif (mark := self._tokenizer.token_text(i)) and (self._marks is None or mark in self._marks):
-                self._waiting.append((self._known, mark))
+                self._known += len(self._pieces.push(run))
+                run = []
+                self._waiting.append((self._known + len(self._pieces.held), mark))
+        self._known += len(self._pieces.push(run))
         made, end = list[str](), self._told + len(piece)
         while self._waiting and self._waiting[0][0] <= end:
             at, mark = self._waiting.popleft()

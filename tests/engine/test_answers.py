@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_tokenizers import byte_level, save
+from small_tokenizers import byte_fallback, byte_level, save
 
 from jaxspec import checkpoint
 from jaxspec.engine.answers import FORMS, Deltas
@@ -144,6 +144,19 @@ def test_calls_have_ids_of_their_own_and_a_copy_has_the_message(tokenizer):
     assert calls_of(copy.message) == calls_of(done.message)[:1]
     bare = Completion("x", [5], "stop", None, [7], 0, RoundStats.of([], 0, 0))
     assert bare.message == {"role": "assistant", "content": "x"}
+
+
+def test_a_character_of_byte_tokens_stays_on_its_side_of_a_mark(tmp_path):
+    """Its text comes only with the next token of text, which may stand behind the mark."""
+    backend = byte_fallback()
+    backend.add_special_tokens(sorted(FORMS[0][2]))
+    channels = load_tokenizer(save(backend, tmp_path))
+    assert channels.byte_ids.intersection(channels.encode_word("ñ€"))
+    call = '<|tool_call>call:the{the:<|"|>€<|"|>,a:[<|"|>the ñ<|"|>,<|"|>ñ the<|"|>]}<tool_call|>'
+    done, made = answer(channels, TURN, f"<|channel>thought\nthe €<channel|>ñ{call}")
+    assert (done.message["reasoning_content"], done.message["content"]) == ("the €", "ñ")
+    assert calls_of(done.message) == [("the", {"the": "€", "a": ["the ñ", "ñ the"]})]
+    assert made == {"reasoning_content": "the €", "content": "ñ"}
 
 
 @pytest.mark.parametrize(
