@@ -140,7 +140,8 @@ class _Reading:
             elif (mark := self._tokenizer.token_text(i)) and (self._marks is None or mark in self._marks):
                 self._known += len(self._pieces.push(run))
                 run = []
-                self._waiting.append((self._known + len(self._pieces.held), mark))
+                before = self._waiting[-1][0] if self._waiting else self._told
+                self._waiting.append((max(self._known + len(self._pieces.held), before), mark))  # bytes may be no character any more
         self._known += len(self._pieces.push(run))
         made, end = list[str](), self._told + len(piece)
         while self._waiting and self._waiting[0][0] <= end:

@@ -43,7 +43,8 @@ def tagged(tmp_path_factory):
 
 def answer(tokenizer, prompt, written, *, stop=(), tools=None):
     """A completion as the engine makes it, and what its deltas come to when each token is a chunk."""
-    ids, text, made, deltas = tokenizer.encode_word(written), OutputText(tokenizer, stop), {}, Deltas(tokenizer, prompt)
+    ids = tokenizer.encode_word(written) if isinstance(written, str) else written
+    text, made, deltas = OutputText(tokenizer, stop), {}, Deltas(tokenizer, prompt)
     for i, token in enumerate(ids):
         piece = text.push([token])
         last = i + 1 == len(ids) or text.found is not None
@@ -157,6 +158,11 @@ def test_a_character_of_byte_tokens_stays_on_its_side_of_a_mark(tmp_path):
     assert (done.message["reasoning_content"], done.message["content"]) == ("the €", "ñ")
     assert calls_of(done.message) == [("the", {"the": "€", "a": ["the ñ", "ñ the"]})]
     assert made == {"reasoning_content": "the €", "content": "ñ"}
+    # Bytes that are no character take the one before them with them.
+    marks = [channels.encode_word(mark) for mark in ("<|channel>", "<channel|>")]
+    ids = [*channels.encode_word("the K"), *marks[0], max(channels.byte_ids), *marks[1], *channels.encode_word("the fox")]
+    done, made = answer(channels, TURN, ids)
+    assert done.message["content"] == "the \ufffd\n\ufffdthe fox" and made == {"content": done.text}
 
 
 @pytest.mark.parametrize(
