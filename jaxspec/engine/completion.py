@@ -66,8 +66,8 @@ class Completion:
     tools: dataclasses.InitVar[Any] = None
 
     def __post_init__(self, tokenizer: Tokenizer | None, tools: Any) -> None:
-        object.__setattr__(self, "_tokenizer", tokenizer)
-        object.__setattr__(self, "_tools", tools)
+        object.__setattr__(self, "tokenizer", tokenizer)  # by these names dataclasses.replace finds them
+        object.__setattr__(self, "tools", tools)
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
@@ -77,11 +77,11 @@ class Completion:
         Arguments are a dict; where the model wrote none, the text that it wrote. Chat templates leave thoughts out of later turns. Where
         the prompt ends within the model's turn, as with continue_final_message, the message has what the prompt has of it, too.
         """
-        tokenizer = self.__dict__["_tokenizer"]
+        tokenizer = self.__dict__["tokenizer"]
         if tokenizer is None:
             return {"role": "assistant", "content": self.text}
         prompt = tokenizer.decode(self.prompt_token_ids, special=True) if self.prompt is None else self.prompt
-        return message_of(tokenizer, prompt, self.token_ids, self.text, self.__dict__["_tools"])
+        return message_of(tokenizer, prompt, self.token_ids, self.text, self.__dict__["tools"])
 
     def __repr__(self) -> str:
         return (
@@ -96,10 +96,10 @@ class Completion:
         return dataclasses.asdict(self) | {"stats": stats | {name: getattr(self.stats, name) for name in SHOWN}}
 
     def _repr_html_(self) -> str:
-        return completion_html(self, self.__dict__["_tokenizer"])
+        return completion_html(self, self.__dict__["tokenizer"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "message": self.message, "_tokenizer": None, "_tools": None}
+        return {**self.__dict__, "message": self.message, "tokenizer": None, "tools": None}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Answers as messages: thoughts, texts and calls of functions."""
 
+import dataclasses
 import pickle
 import random
 import re
@@ -143,6 +144,8 @@ def test_calls_have_ids_of_their_own_and_a_copy_has_the_message(tokenizer):
 
     copy = pickle.loads(pickle.dumps(answer(tokenizer, TURN, WEATHER, tools=[look])[0]))
     assert calls_of(copy.message) == calls_of(done.message)[:1]
+    done = answer(tokenizer, TURN, f"<|channel>thought\nlook<channel|>{WEATHER}", tools=TOOLS)[0]
+    assert dataclasses.replace(done, prompt_index=1).message == done.message and done.message["reasoning_content"] == "look"
     bare = Completion("x", [5], "stop", None, [7], 0, RoundStats.of([], 0, 0))
     assert bare.message == {"role": "assistant", "content": "x"}
 

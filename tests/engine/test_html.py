@@ -125,7 +125,7 @@ def test_long_texts_are_cut_and_a_completion_without_a_tokenizer_shows_its_text(
 
 def test_a_completion_s_tokenizer_is_no_part_of_it(pocket):
     one, other = (completion([300], [False], text="a") for _ in range(2))
-    object.__setattr__(one, "_tokenizer", pocket)
+    object.__setattr__(one, "tokenizer", pocket)
     assert "title=" in one._repr_html_() and "title=" not in other._repr_html_()
     assert one == other and dataclasses.asdict(one) == dataclasses.asdict(other)
     copy = pickle.loads(pickle.dumps(one))
