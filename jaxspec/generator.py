@@ -75,14 +75,14 @@ class Generator:
         given = {name: value for name, value in locals().items() if name not in ("self", "settings", "__class__")}
         answer("Generator", settings, (*given, *inspect.signature(load).parameters), HERE, NEEDLESS)
         self._arguments = given | settings
-        params = check_params(sampling_params)
+        params, tools = check_params(sampling_params), None if tools is None else functions(tools)
         check_columns(prompt_column, messages_column, id_column, output_prefix)
         self._key, self._column = ("prompt", prompt_column) if messages_column is None else ("messages", messages_column)
         self._ids, self._prefix = () if id_column is None else (id_column,), output_prefix
         self._new = COLUMNS if messages_column is None else COLUMNS | {"message": object}
         self._seed = integer("seed", seed, 0, MAX_SEED - 1)
         self.llm = load(target, drafter, **{"progress": False, **settings})
-        self._reader = LineReader(self.llm, params, seed, enable_thinking, None if tools is None else functions(tools))
+        self._reader = LineReader(self.llm, params, seed, enable_thinking, tools)
         self._source, self._batches = _Source(), set[_Batch]()
         self._lock, self._serving, self._closed = threading.Lock(), False, False
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-generator")  # joined when the interpreter ends

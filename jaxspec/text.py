@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from jaxspec.checks import characters, unknown
+from jaxspec.checks import characters, type_name, unknown
 
 # How many old tokens we decode again with new ones. A decoder may treat the first token of its input differently (strip its leading
 # space, say), and a character has at most 4 bytes. Over 8 tokens neither reaches the new ones.
@@ -164,11 +164,13 @@ class Tokenizer:
     def conversation(
         self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, enable_thinking: bool, media: Collection[str] = ()
     ) -> list[int]:
-        """`apply_chat_template` with options by their names. media: as there. Raises TypeError for an option that there is not, ValueError
-        for chat_template_kwargs that change more than what the template writes."""
+        """`apply_chat_template` with options by their names. media: as there. Raises TypeError for an option that there is not and for
+        tools that are no list, ValueError for chat_template_kwargs that change more than what the template writes."""
         for name in options:
             if name not in TemplateOptions.__annotations__:
                 raise unknown("chat", name, ("params", "enable_thinking", *TemplateOptions.__annotations__))
+        if not isinstance(options.get("tools"), list | tuple | None):  # an iterator would be at its end after one conversation
+            raise TypeError(f"tools is of type {type_name(options.get('tools'))}, expected a list of functions or of dicts")
         known: dict[str, Any] = dict(options)
         more = known.pop("chat_template_kwargs", None)
         if more is not None:

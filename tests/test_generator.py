@@ -212,6 +212,8 @@ def test_batches_and_settings_that_make_no_sense(generator, folders):
     for setting in ({"prompt_column": 5}, {"messages_column": 5}, {"id_column": ("a",)}):
         with pytest.raises(TypeError, match=f"{next(iter(setting))} is .*, expected the name of a column"):
             jaxspec.Generator("no such folder", **setting)
+    with pytest.raises(ValueError, match="tools has <built-in function len>; expected a list of"):
+        jaxspec.Generator("no such folder", tools=[len])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="output_prefix is None, expected a str"):
         jaxspec.Generator("no such folder", output_prefix=None)  # pyright: ignore[reportArgumentType]
     for params, error in (

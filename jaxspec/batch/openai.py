@@ -116,8 +116,9 @@ def read(values: Mapping[str, Any]) -> Asked:
 
 def functions(tools: Any) -> list[Any]:
     """The functions that a model may call. Raises ValueError for tools that are none."""
-    for tool in tools if isinstance(tools, list) else [tools]:
-        if not isinstance(tools, list) or not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+    several = isinstance(tools, list | tuple)
+    for tool in tools if several else [tools]:
+        if not several or not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
             raise ValueError(f"tools has {tool!r}; expected a list of {{'type': 'function', 'function': {{...}}}}")
     return tools
 

@@ -140,7 +140,7 @@ def test_tools_go_to_the_template_and_calls_come_back(tmp_path):
         assert wanted in record["error"], record
     assert all(record["message"] == {"role": "assistant", "content": record["text"]} for record in read_lines(tmp_path / "plain.out.jsonl"))
 
-    reader = LineReader(FakeLLM(), SamplingParams(), 0, True, TOOLS)  # of a Generator
+    reader = LineReader(FakeLLM(), SamplingParams(), 0, True, openai.functions(tuple(TOOLS)))  # of a Generator
     assert [reader.prompt(reader.read(1, values)) for values in ({"messages": said()}, {"messages": said(), "tools": []})] == [
         [1, 1, 4],
         [1, 1],

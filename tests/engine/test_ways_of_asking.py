@@ -254,6 +254,8 @@ def test_a_conversation_is_written_as_asked(llm):
     assert thinking == llm.chat_prompt(messages, enable_thinking=True) != turn.prompt_token_ids
     with pytest.raises(ValueError, match="this chat template has no tools: found 1, expected none"):
         llm.chat(messages, PARAMS, tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(TypeError, match="tools is of type generator, expected a list of functions or of dicts"):
+        llm.chat([messages, messages], PARAMS, tools=(tool for tool in [len]))
     with pytest.raises(TypeError, match="chat has no argument 'add_generation_promt'; the nearest is 'add_generation_prompt'"):
         llm.chat(messages, PARAMS, add_generation_promt=False)
 
