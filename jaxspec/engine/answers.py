@@ -26,7 +26,8 @@ CHANNEL_END = r"<channel\|>|(?=<\|tool_call>)"  # models forget it before a call
 SEVERAL = {"repeats": True, "join": "\n"}
 # Within the arguments of a call: a text, one in quotes, the name of an argument, and what JSON writes unlike Python.
 WRITTEN = re.compile(
-    r"""<\|"\|>(?P<text>.*?)<\|"\|>|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?P<name>[\w.-]+)\s*[:=]|\b(?P<word>true|false|null)\b""", re.DOTALL
+    r"""<\|"\|>(?P<text>.*?)<\|"\|>|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?<![\w.-])(?P<name>[\w.-]+)\s*[:=]|\b(?P<word>true|false|null)\b""",
+    re.DOTALL,
 )
 WORDS = {"true": "True", "false": "False", "null": "None"}
 # The forms of answers, as transformers' utils/chat_parsing wants them. Sources: Gemma 4's chat template; vLLM's parser for Step-3.5

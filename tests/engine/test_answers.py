@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import random
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from small_tokenizers import byte_fallback, byte_level, save
 
 from jaxspec import checkpoint
-from jaxspec.engine.answers import FORMS, Deltas
+from jaxspec.engine.answers import FORMS, Deltas, arguments_of
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.stats import RoundStats
 from jaxspec.text import OutputText, load_tokenizer
@@ -126,6 +127,12 @@ def test_an_answer_in_channels_is_a_message(tokenizer, prompt, written, thought,
 def test_arguments_are_read_as_models_write_them(tokenizer, written, arguments):
     done = answer(tokenizer, TURN, f"<|tool_call>call:f{written}<tool_call|>")[0]
     assert calls_of(done.message) == [("f", arguments)]
+
+
+def test_a_long_word_is_looked_at_once():
+    begun = time.process_time()
+    assert arguments_of(cut := '{x:<|"|>' + "a" * 20_000) == cut
+    assert time.process_time() - begun < 1  # from each of its letters on it takes six seconds
 
 
 def test_calls_have_ids_of_their_own_and_a_copy_has_the_message(tokenizer):
