@@ -186,6 +186,9 @@ def arguments_of(text: str) -> Any:
     def in_python(found: re.Match[str]) -> str:
         if found["name"] is not None:
             return f"{found['name']!r}:"
+        if found[0].startswith('"'):  # as JSON has it, whose escapes are not all Python's
+            with contextlib.suppress(ValueError):
+                return repr(json.loads(found[0], strict=False))
         return repr(found["text"]) if found["text"] is not None else WORDS.get(found["word"], found[0])
 
     try:
