@@ -14,6 +14,7 @@ import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.batch.lines import derived_seed
 from jaxspec.engine import runner
+from jaxspec.engine.completion import Completion
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
@@ -230,7 +231,7 @@ def test_batches_and_settings_that_make_no_sense(generator, folders):
         jaxspec.Generator(folders[0], promt_column="text")
 
 
-def test_it_is_pickled_as_its_arguments_and_closed(folders):
+def test_it_is_pickled_as_its_arguments_and_closed(folders, monkeypatch):
     """Without a column of ids, a row's prompt stands for its id. Here it is a conversation."""
     kept = {"max_len": 64, "max_slots": 1, "output_prefix": "new_", "messages_column": "talk"}
     talks = [[{"role": "user", "content": said}] for said in ("def", "x", "def")]
@@ -247,5 +248,8 @@ def test_it_is_pickled_as_its_arguments_and_closed(folders):
         answer = copy.llm.chat(talks[0], PARAMS.replace(seed=derived_seed(3, talks[0])))
         assert found["new_text"][0] == answer.text and json.loads(found["new_message"][0]) == answer.message
         last = copy.rows([{"talk": talk} for talk in [*talks, []]])[3]
+        half = {"role": "assistant", "content": "\ud83d"}  # of a surrogate pair, which arguments of a call may have
+        monkeypatch.setattr(Completion, "message", half)
+        assert json.loads(copy({"talk": talks[:1]})["new_message"][0].encode()) == half  # UTF-8, as tables hold it
     assert found["new_error"].tolist()[:3] == [None] * 3 and "at least one message" in found["new_error"][3]
     assert found["new_message"][3] is last["new_message"] is None and last["new_error"] == found["new_error"][3]
