@@ -83,15 +83,15 @@ def message_of(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], text: str,
         reading = _Reading(tokenizer, prompt, tools)
         reading.feed(ids, text)
         found = reading.end()[0]
+        said, thought, calls = (found.get(name) or "" for name in (SAID, THOUGHT, CALLS))
+        message = {"role": "assistant", SAID: text if said == text.strip() else said.strip()}
+        if thought.strip():
+            message[THOUGHT] = thought.strip()
+        if calls:
+            message[CALLS] = [{"id": _call_id(prompt, ids, i), **_with_arguments(call)} for i, call in enumerate(calls)]
+        return message
     except Exception:  # of a response template, which is the checkpoint's, or of a text that it cannot take
-        found = {SAID: text}
-    said, thought, calls = (found.get(name) or "" for name in (SAID, THOUGHT, CALLS))
-    message = {"role": "assistant", SAID: text if said == text.strip() else said.strip()}
-    if thought.strip():
-        message[THOUGHT] = thought.strip()
-    if calls:
-        message[CALLS] = [{"id": _call_id(prompt, ids, i), **_with_arguments(call)} for i, call in enumerate(calls)]
-    return message
+        return {"role": "assistant", SAID: text}
 
 
 class Deltas:
@@ -186,10 +186,9 @@ def arguments_of(text: str) -> Any:
     def in_python(found: re.Match[str]) -> str:
         if found["name"] is not None:
             return f"{found['name']!r}:"
-        if found[0].startswith('"'):  # as JSON has it, whose escapes are not all Python's
-            with contextlib.suppress(ValueError):
-                return repr(json.loads(found[0], strict=False))
-        return repr(found["text"]) if found["text"] is not None else WORDS.get(found["word"], found[0])
+        if found["word"] is not None:
+            return WORDS[found["word"]]
+        return repr(_quoted(found[0]) if found["text"] is None else found["text"])
 
     try:
         read = ast.literal_eval(WRITTEN.sub(in_python, text.strip() or "{}"))
@@ -197,6 +196,17 @@ def arguments_of(text: str) -> Any:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
     return read if isinstance(read, dict) else text
+
+
+def _quoted(written: str) -> str:
+    """What stands in quotes, of JSON or of Python, with the escapes of JSON. If it has others, as a regular expression does, all stay."""
+    inner = written[1:-1]
+    if written[0] == "'":
+        inner = re.sub(r'\\.|"', lambda found: {r"\'": "'", '"': r"\""}.get(found[0], found[0]), inner, flags=re.DOTALL)
+    try:
+        return json.loads(f'"{inner}"', strict=False)
+    except ValueError:
+        return written[1:-1]
 
 
 def parts_of(text: str) -> dict[str, Any]:

@@ -115,11 +115,12 @@ def test_an_answer_in_channels_is_a_message(tokenizer, prompt, written, thought,
         ("{x:None}", {"x": None}),
         ('{"url": "a:b", \'n\': [true, false]}', {"url": "a:b", "n": [True, False]}),
         ("{ids:['a, b', \"c\"], at:{mode: 'x=1'}}", {"ids": ["a, b", "c"], "at": {"mode": "x=1"}}),
-        ("{as='it\\'s', user-id = 3}", {"as": "it's", "user-id": 3}),
+        ("{as='it\\'s \"so\"\\n', user-id = 3}", {"as": 'it\'s "so"\n', "user-id": 3}),
+        (r"{x:'\d+ \"a\"',y:\"\w\",z:None}".replace('\\"', '"'), {"x": r'\d+ "a"', "y": r"\w", "z": None}),
         ('{user-id:<|"|>say "no": true<|"|>,v.1:-2.5}', {"user-id": 'say "no": true', "v.1": -2.5}),
         ("{city:Paris}", "{city:Paris}"),
         (r'{x:"a\/b \ud83d\ude00",y:None}', {"x": "a/b 😀", "y": None}),
-        (r'{x:"\x41",y:None}', {"x": "A", "y": None}),
+        (r'{x:"\x41",y:None}', {"x": r"\x41", "y": None}),
         ("{x:{1}}", "{x:{1}}"),
         ("{x:1", "{x:1"),
         ('(x: "1")', '(x: "1")'),
@@ -244,6 +245,9 @@ def test_a_checkpoints_own_response_template_comes_first(tmp_path, tokenizer):
     own.transformers.response_template["fields"]["content"]["content"] = "json"  # of which the answer is none
     done, made = answer(own, TURN, "one<turn|>")
     assert done.message == {"role": "assistant", "content": "one"}
+    calls = {"open": "<|tool_call>", "close": "<tool_call|>"}  # in another form than OpenAI's
+    own.transformers.response_template["fields"] |= {"content": {"close": "<turn|>"}, "tool_calls": calls}
+    assert answer(own, TURN, "one<|tool_call>f<tool_call|><turn|>")[0].message == {"role": "assistant", "content": "onef"}
     own.transformers.response_template = {"fields": {}}  # no template
     assert answer(own, TURN, "one<turn|>")[1] == {"content": "one"}
 
