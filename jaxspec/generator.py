@@ -7,7 +7,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import inspect
-import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from jaxspec.batch.isolating import concerns_all, reason, serve_apart, serves_others
 from jaxspec.batch.lines import LineReader, derived_seed
 from jaxspec.batch.openai import functions
+from jaxspec.batch.parquet import text_of
 from jaxspec.checks import integer, type_name
 from jaxspec.engine.completion import Completion
 from jaxspec.engine.fetches import Fetches
@@ -239,7 +239,7 @@ class Generator:
         if isinstance(result, Exception):
             batch.fail(row.at, result)
         else:
-            message = {"message": _as_json(result.message)} if "message" in self._new else {}
+            message = {"message": text_of(result.message)} if "message" in self._new else {}
             batch.rows[row.at] = _cells(result) | message
         batch.left -= 1
         if not batch.left:
@@ -332,16 +332,6 @@ def check_columns(prompt_column: Any, messages_column: Any, id_column: Any, outp
 
 def _made(kind: type[Generator], arguments: dict[str, Any]) -> Generator:
     return kind(**arguments)
-
-
-def _as_json(message: Mapping[str, Any]) -> str:
-    """A message as JSON text, whose characters are escaped only if it has half of a surrogate pair, which no table can hold."""
-    text = json.dumps(message, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(message)
-    return text
 
 
 def _cells(done: Completion) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Asked:
     what: Any  # messages or a prompt
     params: dict[str, Any]
     template: dict[str, Any]  # for the chat template
-    tools: list[Any]  # functions that the model may call
+    tools: Sequence[Any]  # functions that the model may call
 
 
 def is_line(values: Mapping[str, Any]) -> bool:
@@ -114,7 +114,7 @@ def read(values: Mapping[str, Any]) -> Asked:
     return Asked(name, url, what, params, template, [] if given.get("tool_choice") == "none" else functions(tools))
 
 
-def functions(tools: Any) -> list[Any]:
+def functions(tools: Any) -> Sequence[Any]:
     """The functions that a model may call. Raises ValueError for tools that are none."""
     several = isinstance(tools, list | tuple)
     for tool in tools if several else [tools]:

@@ -118,7 +118,7 @@ def _unfit(pa: Any, lines: Path, kinds: dict[str, Any], out: Path) -> str | None
             cells, columns = _cells(chunk), {}
             for name, kind in kinds.items():
                 values = [row.get(name) for row in cells]
-                values = [_text(value) for value in values] if kind == pa.string() else values
+                values = [text_of(value) for value in values] if kind == pa.string() else values
                 try:
                     columns[name] = pa.array(values, kind)
                 except NO_TYPE:
@@ -176,11 +176,12 @@ def _cells(chunk: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         kinds = {type(row[name]) for row in made if row.get(name) is not None}
         if len(kinds) > 1 and kinds != {int, float}:
             for row in made:
-                row[name] = _text(row.get(name))
+                row[name] = text_of(row.get(name))
     return made
 
 
-def _text(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
+    """A value as text that a table can hold, in JSON if it is none; None stays."""
     return value if value is None else _utf8(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), value)
 
 
