@@ -7,7 +7,7 @@ import numpy as np
 from pallas_kernels.linear.shapes import PACKINGS
 from pallas_kernels.packed import KINDS, pack
 
-in_one_program = jax.jit(pack, static_argnames=("kind", "over", "group"))
+in_one_program = jax.jit(pack, static_argnames=("kind", "over", "group", "affine"))
 # Kind, inputs that share a scale, whether there are zeros, and the scales' dtype if it is not bfloat16.
 FORMS = {
     **PACKINGS,

@@ -1,8 +1,9 @@
 """Matrices of 4 or 8 bits a weight, as they lie in memory and as they are multiplied with.
 
 A weight is w = (code - zero) * scale, computed in the scale's dtype and rounded to it once, as the library compressed-tensors does it
-(`compressed_tensors/quantization/lifecycle/forward.py`). That number is what a packed matrix means, on every device and for every number
-of rows.
+(`compressed_tensors/quantization/lifecycle/forward.py`). If a matrix is affine, as those of
+llama.cpp's Q4_K, Q5_K, Q4_1 and Q5_1 are, its zeros are the numbers that codes of 0 stand for: w = code * scale + zero, rounded once too.
+That number is what a packed matrix means, on every device and for every number of rows.
 
 **The order in memory.** A matrix is cut into blocks of 64 outputs by 64 inputs. A block lies in 32-bit words in the order in which the
 tensor core's instruction for 64 x 16 numbers (`wgmma.m64n?k16`, and four times `mma.m16n8k16`) wants them in registers. So a thread reads

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.packed.rounding import multiply_add
+
 BLOCK = 64  # outputs and inputs of a block
 LANES, WORDS = 32, 16  # rows and columns of a slab of 32-bit words
 
@@ -29,7 +31,10 @@ KINDS = {"int4": Kind(4, 8), "int8": Kind(8), "fp8": Kind(8), "fp4": Kind(4)}
 FP8_BITS = ((0x00800080, 8), (0x007F007F, 4), (0x80008000, -4), (0x70007000, 0), (0x0F000F00, -8))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("words", "scale", "zero"), meta_fields=("kind", "over", "cut", "inputs"))
+META = ("kind", "over", "cut", "inputs", "affine")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("words", "scale", "zero"), meta_fields=META)
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """A matrix [*out, *in] of few bits a weight. Its fields may be arrays, ShapeDtypeStructs or shardings.
@@ -41,7 +46,8 @@ class Packed:
     words: Any
     # [*out', O / 64, *in', I / 64, 32, 2 G]; with one scale for each output all axes of `in` are 1, and so is G.
     scale: Any
-    # The code that stands for zero, like `scale` and in its dtype; None for the kind's offset.
+    # The code that stands for zero, like `scale` and in its dtype; None for the kind's offset. In an affine matrix it is
+    # the number that a code of 0 stands for.
     zero: Any
     kind: str
     # How many axes `in` are.
@@ -50,6 +56,8 @@ class Packed:
     cut: tuple[int, int]
     # What the rows of a product with this matrix are rounded to first: "fp8" (see `float8_rows`), or None for rows as they are.
     inputs: str | None = None
+    # Whether a weight is code * scale + zero and not (code - zero) * scale. Codes of "int4" are then 0 .. 15.
+    affine: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,14 +96,23 @@ class Packed:
             out, rest = math.prod(x.shape[: self.ndim - self.over]), x.shape[self.ndim :]
             return x.reshape(out, math.prod(x.shape[self.ndim - self.over : self.ndim]), *rest)
 
-        return Packed(
-            joined(self.words), joined(self.scale), None if self.zero is None else joined(self.zero), self.kind, 1, (0, 0), self.inputs
-        )
+        zero = None if self.zero is None else joined(self.zero)
+        return dataclasses.replace(self, words=joined(self.words), scale=joined(self.scale), zero=zero, over=1, cut=(0, 0))
 
 
-def abstract(shape: tuple[int, ...], kind: str, *, over: int = 1, group: int | None, zeros: bool = False, scale_dtype: Any) -> Packed:
+def abstract(
+    shape: tuple[int, ...],
+    kind: str,
+    *,
+    over: int = 1,
+    group: int | None,
+    zeros: bool = False,
+    affine: bool = False,
+    scale_dtype: Any,
+) -> Packed:
     """A packed matrix of shape [*out, *in] as ShapeDtypeStructs. over: how many axes `in` are. group: inputs that share a scale; None for
-    one scale an output. zeros: whether it has zeros."""
+    one scale an output. zeros: whether it has zeros. affine: see `Packed`; ValueError without zeros, or for codes that are no integers."""
+    _check_affine(affine, kind, zeros)
     out, into = shape[: len(shape) - over], shape[len(shape) - over :]
     blocks = [*(*out[:-1], -(-out[-1] // BLOCK)), *(*into[:-1], -(-into[-1] // BLOCK))]
     cut = tuple(-axis[-1] % BLOCK for axis in (out, into))
@@ -103,7 +120,14 @@ def abstract(shape: tuple[int, ...], kind: str, *, over: int = 1, group: int | N
     scales = blocks if count else [*blocks[: len(out)], *[1] * over]
     scale = jax.ShapeDtypeStruct((*scales, LANES, 2 * (count or 1)), scale_dtype)
     words = jax.ShapeDtypeStruct((*blocks, KINDS[kind].bits // 4, LANES, WORDS), jnp.uint32)
-    return Packed(words, scale, scale if zeros else None, kind, over, (cut[0], cut[1]))
+    return Packed(words, scale, scale if zeros else None, kind, over, (cut[0], cut[1]), affine=affine)
+
+
+def _check_affine(affine: bool, kind: str, zeros: bool) -> None:
+    if affine and not zeros:
+        raise ValueError("the matrix is affine and has no zeros; expected for each scale the number that a code of 0 stands for")
+    if affine and kind not in ("int4", "int8"):
+        raise ValueError(f"the matrix is affine and has codes of {kind}; expected int4 or int8")
 
 
 def groups_of(width: int, group: int | None) -> int | None:
@@ -118,13 +142,21 @@ def groups_of(width: int, group: int | None) -> int | None:
 
 
 def pack(
-    codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None, *, kind: str, over: int = 1, group: int | None = None
+    codes: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None = None,
+    *,
+    kind: str,
+    over: int = 1,
+    group: int | None = None,
+    affine: bool = False,
 ) -> Packed:
     """A packed matrix of its codes.
 
     codes: [*out, *in] uint8, the bits of each code (4-bit codes below 16). scale: [*out, *in', ceil(I / group)], of the groups of the
-    last input axis in their order, or without groups [*out, 1, ...]. zero: like scale, or None. group: see `abstract`.
+    last input axis in their order, or without groups [*out, 1, ...]. zero: like scale, or None. group, affine: see `abstract`.
     """
+    _check_affine(affine, kind, zero is not None)
     split = codes.ndim - over
     out, into = codes.shape[:split], codes.shape[split:]
     cut = (-out[-1] % BLOCK, -into[-1] % BLOCK)
@@ -133,7 +165,8 @@ def pack(
     words = _words(jnp.pad(codes, pads), split, KINDS[kind].bits)
     words = _moved(words, FP8_BITS) if kind == "fp8" else words
     numbers = functools.partial(_scales, split=split, width=into[-1], cut=cut[0], group=group)
-    return Packed(words, numbers(scale), None if zero is None else numbers(zero.astype(scale.dtype)), kind, over, cut)
+    zero = None if zero is None else numbers(zero.astype(scale.dtype))
+    return Packed(words, numbers(scale), zero, kind, over, cut, affine=affine)
 
 
 def _words(codes: jax.Array, split: int, bits: int) -> jax.Array:
@@ -228,7 +261,7 @@ def scales_of(packed: Packed) -> jax.Array:
 
 
 def values_of(codes: jax.Array, kind: str) -> jax.Array:
-    """What codes mean before zeros are subtracted and scales multiplied, float32, exact. codes: [...] uint8."""
+    """What codes mean before scales and zeros, float32, exact. codes: [...] uint8."""
     if kind == "int4":
         return codes.astype(jnp.float32)
     if kind == "int8":
@@ -245,10 +278,15 @@ def values_of(codes: jax.Array, kind: str) -> jax.Array:
 def unpack(packed: Packed, dtype: Any = None) -> jax.Array:
     """The weights [*out, *in], in the scale's dtype or cast to `dtype`."""
     values = values_of(codes_of(packed), packed.kind)
-    zero, scale = packed.zero, packed.scale
-    values = values - (KINDS[packed.kind].offset if zero is None else numbers_of(packed, zero).astype(jnp.float32))
-    weights = rounded(values * numbers_of(packed, scale).astype(jnp.float32), scale.dtype)
-    return weights[tuple(slice(0, size) for size in packed.shape)].astype(dtype or scale.dtype)
+    scale, dtype = numbers_of(packed, packed.scale).astype(jnp.float32), dtype or packed.scale.dtype
+    zero = None if packed.zero is None else numbers_of(packed, packed.zero).astype(jnp.float32)
+    if packed.affine:
+        assert zero is not None
+        weights = multiply_add(values, scale, zero, packed.scale.dtype)
+    else:
+        weights = (values - (KINDS[packed.kind].offset if zero is None else zero)) * scale
+    weights = rounded(weights, packed.scale.dtype)
+    return weights[tuple(slice(0, size) for size in packed.shape)].astype(dtype)
 
 
 def unpack_rows(packed: Packed, rows: jax.Array, dtype: Any = None) -> jax.Array:
