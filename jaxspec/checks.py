@@ -91,6 +91,11 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def cache_folder() -> Path:
+    """Where jaxspec keeps what it would else make again: JAXSPEC_CACHE_DIR, or ~/.cache/jaxspec."""
+    return expanded(os.environ.get("JAXSPEC_CACHE_DIR") or Path.home() / ".cache" / "jaxspec")
+
+
 def unknown(function: str, name: str, known: Iterable[str]) -> TypeError:
     """The error for a keyword that a function does not have. It names the nearest of those that are known, if one is near."""
     near = difflib.get_close_matches(name, known, n=1)

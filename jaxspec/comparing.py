@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint.files import CONVERTED
+from jaxspec.checkpoint.tensors import gguf_in
 from jaxspec.checks import integer, type_name
 from jaxspec.engine.llm import LLM
 from jaxspec.engine.params import SamplingParams
@@ -129,6 +130,8 @@ def reference_class(folder: Path) -> Any:
 
     if (folder / CONVERTED).exists():
         raise ValueError(f"{folder} was converted, and transformers cannot read it; expected the checkpoint that it was made from")
+    if gguf_in(folder) is not None:
+        raise ValueError(f"{folder} holds a GGUF file, which transformers does not read as it is; expected the checkpoint it was made from")
     named = checkpoint.read_config(folder).get("architectures") or ["none"]
     found = getattr(transformers, str(named[0]), None)
     if found is None:

@@ -61,8 +61,7 @@ HERE = {
 }
 # What there is none of, and why none is needed.
 NEEDLESS = {
-    "tokenizer": "the tokenizer is the target's own",
-    "tokenizer_revision": "the tokenizer is the target's own",
+    "tokenizer_revision": "tokenizer='owner/name@revision' says it",
     "trust_remote_code": "no code of a checkpoint is run",
     "enforce_eager": "every round is compiled",
     "enable_prefix_caching": "prompts that begin alike are always computed once",

@@ -13,9 +13,9 @@ import jax
 from jaxspec import checkpoint, drafters, sharding
 from jaxspec.audio import Sounds
 from jaxspec.audio.sounds import check_libraries
-from jaxspec.checkpoint.hub import Hub
+from jaxspec.checkpoint.hub import TOKENIZER, Hub, located
 from jaxspec.checkpoint.peft import read_adapter
-from jaxspec.checks import expanded, integer, path
+from jaxspec.checks import cache_folder, integer, path
 from jaxspec.decode.accept import Rule, rule_of
 from jaxspec.decode.round import check_tree_rule
 from jaxspec.drafters.base import Drafter
@@ -74,6 +74,7 @@ def load(
     memory_fraction: float = 0.9,
     seed: int = 0,
     adapter: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -163,9 +164,12 @@ def load(
     adapter: a LoRA adapter of PEFT for the target, a folder or a hub id. It is merged into the float weights as they are read, in float32,
     rounded to the dtype of the checkpoint's weights, and before `quantize`: see `checkpoint.peft`.
 
+    tokenizer: a checkpoint whose tokenizer and chat template are read, a hub id, a folder or a bundled name; the target's own by default.
+
     revision: a branch, tag or commit of the target, if it is a hub's; of any hub id, owner/name@revision says the same. token: of the
     account that may read the models, by default the one that is logged in. cache_dir: where the hub's models are kept, by default where
-    HF_HOME says. local_files_only: take what is there, and ask no hub. The last three hold for the drafter and the adapter too.
+    HF_HOME says. local_files_only: take what is there, and ask no hub. The last three hold for the drafter, the adapter and
+    the tokenizer too.
 
     learn: the share of the time spent generating in which the drafter learns from the texts that are written, such as 0.05, or all
     settings as a `Learn`; texts stay the same. Slots are planned beside what it takes. See `LLM.learn`, which begins it later. None: the
@@ -190,6 +194,8 @@ def load(
     path("target", target, "a hub id, a folder or a bundled name")
     if adapter is not None:
         path("adapter", adapter, "a folder or a hub id")
+    if tokenizer is not None:
+        path("tokenizer", tokenizer, "a hub id, a folder, a bundled name or None")
     rule = rule_of(accept)
     check_names(attention=attention, draft_attention=draft_attention, kv_dtype=kv_dtype)
     check_limits(memory_fraction, max_slots)
@@ -266,7 +272,7 @@ def load(
     )
 
     folder = checkpoint.resolve(target, hub)  # only now, since a target's weights are a long download
-    tokenizer = load_tokenizer(folder)
+    reads = load_tokenizer(folder if tokenizer is None else located(tokenizer, hub.of_others, TOKENIZER))
     enable_compilation_cache()
     quantisation = quantisation_of(folder, config, pair.dtype, **asked)  # again: the weights' headers may say more than the config
     abstract = placement.place(abstract_target(config, pair.dtype, quantisation))
@@ -280,7 +286,7 @@ def load(
     llm = LLM(
         placement.spread(weights),
         placement.spread(loaded),
-        tokenizer,
+        reads,
         settings,
         eos_token_ids=eos_token_ids(config, pair.generation),
         defaults=pair.defaults,
@@ -362,7 +368,6 @@ def enable_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         from jax.experimental.compilation_cache import compilation_cache
 
-        folder = os.environ.get("JAXSPEC_CACHE_DIR") or Path.home() / ".cache" / "jaxspec"
-        jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
         # JAX decides once whether it has a cache; if anything was compiled before, it decided without a folder.
         compilation_cache.reset_cache()

@@ -25,6 +25,7 @@ ALLOWED = {
     "drafters/block_drafter.py": "the same",
     "drafters/blocks.py": "what those read",
     "vllm/arguments.py": "vLLM's names of methods",
+    "checkpoint/gguf": "the one architecture of GGUF files that is read",
     "checkpoint/formats/rules.py": "transformers' name of a class",
     "text.py": "transformers' names of classes, which all mean what AutoTokenizer takes",
     "compile_check/check.py": "names of released shapes",

@@ -401,8 +401,9 @@ def test_arguments_that_cannot_be_served(name):
     ("given", "error", "message"),
     [
         ({"max_model_length": 5}, TypeError, "LLM has no argument 'max_model_length'; the nearest is 'max_model_len'"),
-        ({"tokenizer": "other"}, ValueError, "tokenizer is 'other', but a model's tokenizer is its own; expected None, or the model"),
-        ({"tokenizer": 5}, TypeError, "tokenizer is 5 of type int, expected None, or the model"),
+        ({"tokenizer": "other"}, FileNotFoundError, "'other' is neither a folder, nor a hub id"),
+        ({"tokenizer": 5}, TypeError, "tokenizer is 5 of type int, expected a hub id, a folder or None"),
+        ({"tokenizer_revision": "v2"}, ValueError, "tokenizer_revision is 'v2', but the tokenizer is the model's; expected None"),
         ({"hf_overrides": np.array([1, 2])}, ValueError, r"hf_overrides is array\(.*, which cannot be served"),
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size is 0, expected at least 1"),
         ({"tensor_parallel_size": 16}, ValueError, "a mesh of data=1 times tensor=16 devices was asked for; found 8"),
@@ -538,7 +539,7 @@ def test_what_a_hub_is_asked_for_reaches_load(asked, monkeypatch, tmp_path):
     config = {"model": "some/drafter", "revision": "v2", "method": "draft_model"}
     found = asked("some/model", revision="v1", download_dir=tmp_path, hf_token="secret", speculative_config=config)
     assert found["drafter"] == "some/drafter@v2" and calls[0] == ("some/drafter", "v2", tmp_path, "secret")
-    with pytest.raises(ValueError, match="tokenizer_revision is 'v2', but a model's tokenizer is its own; expected 'v1' or None"):
+    with pytest.raises(ValueError, match="tokenizer_revision is 'v2', but the tokenizer is the model's; expected 'v1' or None"):
         LLM("some/model", revision="v1", tokenizer_revision="v2")
 
 

@@ -6,30 +6,18 @@ Quantised formats that are not served are refused by `formats`, model types by w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONVERTED, INDEX_FILE, WEIGHTS_FILE, pickled_weights, refuse_pickle
 
 LFS = b"version https://git-lfs"
-GGUF = "expected safetensors: take the model that it was made from, with quantize='int4' or 'int8' where it has to be as small"
 MLX = "expected a checkpoint in Hugging Face's layout: take the model that it was made from, with quantize='int4' or 'int8'"
 
 
 def refuse_file(path: Path) -> None:
     """Raises ValueError for a file that was given in place of a folder."""
-    with open(path, "rb") as opened:
-        gguf = opened.read(4) == b"GGUF"
-    if gguf or path.suffix == ".gguf":
-        raise ValueError(f"{str(path)!r} is a GGUF file, of llama.cpp; {GGUF}")
     raise ValueError(f"{str(path)!r} is a file; expected the folder that holds it and its config.json")
-
-
-def refuse_listed(name: str, files: Iterable[str]) -> None:
-    """Raises ValueError for a model that, by the names of its files, is a GGUF."""
-    if found := sorted(file for file in files if file.endswith(".gguf")):
-        raise ValueError(f"{name!r} holds GGUF files, of llama.cpp ({found[0]}); {GGUF}")
 
 
 def refuse_foreign(folder: Path, name: str) -> None:
@@ -46,7 +34,6 @@ def refuse_foreign(folder: Path, name: str) -> None:
                 f"{name!r} is an adapter ({kind}) and no model of its own; expected the model that it was made for and the adapter beside "
                 f"it: load({base!r}, adapter={name!r}), or jaxspec convert {base} DST --adapter {name}"
             )
-        refuse_listed(name, there)
         pickles = pickled_weights(there)
         if pickles and not any(file.endswith(".safetensors") for file in there):
             raise ValueError(refuse_pickle(pickles))

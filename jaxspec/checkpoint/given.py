@@ -51,7 +51,7 @@ class _Given(Stored):
 
 
 def stored_of(tensors: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors, unread, by the names that a file would have them under: without those of wrappers, as `safetensors.read_folder` gives
+    """The tensors, unread, by the names that a file would have them under: without those of wrappers, as `tensors.read_folder` gives
     them. Raises TypeError for what is no array of numbers that a checkpoint may hold, ValueError for one without its numbers."""
     found = dict[str, Stored]()
     for name, value in tensors.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -9,15 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint import gguf
 from jaxspec.checkpoint.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODELOPT_CONFIG, PICKLES, PROCESSORS, refuse_pickle
-from jaxspec.checkpoint.foreign import refuse_file, refuse_foreign, refuse_listed
+from jaxspec.checkpoint.foreign import refuse_file, refuse_foreign
 from jaxspec.checks import expanded
 
 # mask_embedding.pt is a pickle: we download it so that loading refuses it, where it would otherwise be missed silently.
 DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "mask_embedding.pt"]
 CONFIGS = ["config.json", "generation_config.json", MODELOPT_CONFIG, ADAPTER_CONFIG, *PROCESSORS]
 ADAPTER = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@]+))?")
+TOKENIZER = ["tokenizer*", "*.jinja", "special_tokens_map.json"]
+# Of a model that the hub has as GGUF files, a variant says which: Q4_0, say.
+HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@:]+))?(:(?P<variant>[\w.-]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +50,21 @@ def resolve(name: str | os.PathLike[str], hub: Hub = HUB, *, weights: bool = Tru
     """The folder of a checkpoint.
 
     name: a bundled name such as "pocket", a local folder, a folder `models--owner--name` of a hub's cache, or a hub id, owner/name or
-    owner/name@revision, which is downloaded. weights: False downloads the configs alone.
+    owner/name@revision, which is downloaded. Also a GGUF file, or owner/name:variant for one of those that the hub has of a model; then
+    the folder is one that its config and tokenizer are written to. weights: False downloads the configs alone, where they are by
+    themselves.
 
     Raises FileNotFoundError if the name is none of these or cannot be downloaded, PermissionError for a model whose conditions have not
     been accepted, ValueError for a revision of what has none and for what is known to be no such checkpoint: see `foreign`.
     """
+    path = expanded(name)
+    if path.is_file() and gguf.is_gguf(path):
+        _without_revision(hub, os.fspath(name))
+        return gguf.folder_of(path)
     folder = located(name, hub, DOWNLOADED if weights else CONFIGS)
+    if not any(folder.glob("*.safetensors")) and not all((folder / own).exists() for own in ("config.json", "tokenizer.json")):
+        if (file := gguf.model_in(folder)) is not None:
+            return gguf.folder_of(file)
     refuse_foreign(folder, os.fspath(name))
     return folder
 
@@ -64,8 +77,7 @@ def located(name: str | os.PathLike[str], hub: Hub, patterns: Sequence[str]) -> 
     if text and path.is_dir():
         if path.name.startswith("models--") and (path / "snapshots").is_dir():
             return _snapshot(path, hub.revision)
-        if hub.revision is not None:
-            raise ValueError(f"revision is {hub.revision!r}, but {text!r} is no model of a hub, and has no revisions")
+        _without_revision(hub, text)
         return path
     if path.suffix in PICKLES:
         raise ValueError(refuse_pickle([path.name]))
@@ -79,7 +91,12 @@ def located(name: str | os.PathLike[str], hub: Hub, patterns: Sequence[str]) -> 
         if hub.revision not in (None, match["revision"]):
             raise ValueError(f"revision is {hub.revision!r}, but {text!r} names another; expected one of them")
         hub = dataclasses.replace(hub, revision=match["revision"])
-    return _downloaded(match["id"], hub, patterns)
+    return _downloaded(match["id"], hub, patterns, match["variant"])
+
+
+def _without_revision(hub: Hub, name: str) -> None:
+    if hub.revision is not None:
+        raise ValueError(f"revision is {hub.revision!r}, but {name!r} is no model of a hub, and has no revisions")
 
 
 def _snapshot(folder: Path, revision: str | None) -> Path:
@@ -95,18 +112,43 @@ def _snapshot(folder: Path, revision: str | None) -> Path:
     raise FileNotFoundError(f"{folder} has no snapshot of revision {wanted!r}; found {', '.join(there) or 'none'}")
 
 
-def _downloaded(model: str, hub: Hub, patterns: Sequence[str]) -> Path:
+def _downloaded(model: str, hub: Hub, patterns: Sequence[str], variant: str | None) -> Path:
+    """The folder of a model of the hub, with the files of these patterns; or that of its GGUF file, where it has no others."""
+    of_models = patterns in (DOWNLOADED, CONFIGS)
+    if of_models and (variant is not None or "gguf" in model.lower()):
+        files = _listed(model, hub)
+        if variant is not None or any(map(gguf.is_model, files)):
+            return _downloaded_gguf(model, hub, files, variant)
+    folder = _fetched(model, hub, patterns, ["*/*"])
+    if of_models and not any(path.is_file() for path in folder.iterdir()) and any(map(gguf.is_model, files := _listed(model, hub))):
+        return _downloaded_gguf(model, hub, files, variant)
+    return folder
+
+
+def _downloaded_gguf(model: str, hub: Hub, files: Sequence[str], variant: str | None) -> Path:
+    """The folder of a GGUF file of the hub. files: those that the model has there. Raises ValueError where none is meant, or several."""
+    if not files:
+        _fetched(model, hub, [], [])  # raises if there is no such model
+    found = gguf.chosen(files, variant)
+    if len(found) != 1:
+        name, names = model if variant is None else f"{model}:{variant}", ", ".join(gguf.chosen(files, None))
+        of_these = f"holds {len(found)} GGUF models" if variant is None else f"names {len(found)} of the GGUF models there"
+        raise ValueError(f"{name!r} {of_these} ({names or 'none'}); expected one, as {model}:Q4_0 names that with Q4_0 in its name")
+    folder = _fetched(model, hub, gguf.names_of_parts(found[0]), [])
+    return gguf.folder_of(folder / found[0])
+
+
+def _fetched(model: str, hub: Hub, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
+    """The folder of a model of the hub, with the files of these patterns. Raises as `resolve` does."""
     import huggingface_hub  # here, because it takes a while to import and only downloads need it
     from huggingface_hub import errors
 
-    if "gguf" in model.lower() and not hub.local_files_only:
-        refuse_listed(model, _listed(model, hub))
     given: dict[str, Any] = {"revision": hub.revision, "token": hub.token, "cache_dir": hub.cache_dir}
     given = {name: value for name, value in given.items() if value is not None}
     if hub.local_files_only:
         given["local_files_only"] = True
     try:
-        folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=[*patterns], ignore_patterns=["*/*"], **given))
+        folder = Path(huggingface_hub.snapshot_download(model, allow_patterns=[*patterns], ignore_patterns=[*ignored], **given))
     except errors.GatedRepoError as error:
         raise PermissionError(
             f"{model!r} is gated: accept its conditions at https://huggingface.co/{model}, then log in with `hf auth login`, set HF_TOKEN, "
@@ -126,8 +168,6 @@ def _downloaded(model: str, hub: Hub, patterns: Sequence[str]) -> Path:
         ) from error
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{model!r} is not a folder, and the hub did not provide a model of that id: {error}") from error
-    if not hub.local_files_only and not any(path.is_file() for path in folder.iterdir()):
-        refuse_listed(model, _listed(model, hub))
     return folder
 
 
@@ -140,9 +180,14 @@ def _why_no_hub(hub: Hub, error: Exception) -> str:
 
 
 def _listed(model: str, hub: Hub) -> list[str]:
-    """The names of a model's files on the hub, none if it does not say."""
+    """The names of a model's files on the hub, or of those in its cache; none if it does not say."""
     import huggingface_hub
 
+    if hub.local_files_only:
+        with contextlib.suppress(FileNotFoundError):
+            folder = _fetched(model, hub, [], [])
+            return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        return []
     try:
         return huggingface_hub.HfApi(token=hub.token).list_repo_files(model, revision=hub.revision)
     except (OSError, ValueError):

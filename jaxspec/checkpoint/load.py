@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspec.checkpoint import fused, jobs
 from jaxspec.checkpoint.changes import Change
@@ -23,7 +22,8 @@ from jaxspec.checkpoint.layout import Layouts, Part, dead_keys, layouts, layouts
 from jaxspec.checkpoint.onto_devices import placing
 from jaxspec.checkpoint.packing import Source, packed_placing
 from jaxspec.checkpoint.quantisation import UNPACKED, Quantisation, Wanted
-from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Stored, read_folder, same_numbers
+from jaxspec.checkpoint.safetensors import FLOATS, INTEGERS, NUMPY_DTYPES, Stored, same_numbers
+from jaxspec.checkpoint.tensors import read_folder
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
@@ -141,7 +141,7 @@ def _tensors(source: Source | tuple[Part, Stored]) -> list[Stored]:
 def read_headers(folder: Path, layouts: Layouts = layouts) -> dict[str, Stored]:
     """Every tensor of a checkpoint, by key, unread. For a converted folder: the tensors that it was made from, as far as anything
     reads them, for their shapes and dtypes alone; `layouts` says what they were, see `layout.layouts_of`. Raises as
-    `safetensors.read_folder` and `fused.stored_shapes` do."""
+    `tensors.read_folder` and `fused.stored_shapes` do."""
     return _converted_headers(folder, layouts) if (folder / CONVERTED).exists() else read_folder(folder)
 
 
@@ -154,9 +154,7 @@ def fingerprint(folder: Path) -> str:
         return f"{zlib.crc32((folder / CONVERTED).read_bytes(), found):08x}"
     for key, tensor in sorted(read_folder(folder).items()):
         found = zlib.crc32(f"{key} {tensor.describe()}".encode(), found)
-        if tensor.nbytes:
-            first = tensor.rows((tensor.nbytes,), 0, min(tensor.nbytes, FIRST_BYTES))
-            found = zlib.crc32(first.read(np.empty(first.nbytes, np.uint8)).data, found)
+        found = zlib.crc32(tensor.beginning(FIRST_BYTES).data, found)
     return f"{found:08x}"
 
 

@@ -45,7 +45,8 @@ def packed_placing(leaf: Any, sources: Sequence[Source]) -> Placing:
             return Placing([Job(0, lambda update: _on_devices(leaf, sources, update))], lambda made: made[0])
         return Placing([Job(nbytes, lambda update: jax.tree.map(put_on_devices, _read(leaf, sources, update), leaf))], lambda made: made[0])
     scheme = sources[0].format.scheme
-    form = packed.abstract(leaf.shape, scheme.kind, group=scheme.group, zeros=scheme.zeros, scale_dtype=jnp.dtype(scheme.scale_dtype))
+    settings = {"group": scheme.group, "zeros": scheme.zeros, "affine": scheme.affine}
+    form = packed.abstract(leaf.shape, scheme.kind, scale_dtype=jnp.dtype(scheme.scale_dtype), **settings)
     nbytes += math.prod(leaf.shape) * leaf.dtype.itemsize
 
     def unpacked(update: Callable[[int], Any]) -> jax.Array:
@@ -72,7 +73,8 @@ def _read(leaf: Packed, sources: Sequence[Source], update: Callable[[int], Any])
                 assert part is not None
                 _fill(numbers, source.part, _of_groups(part, leaf, scheme))
         update(sum(tensor.nbytes for tensor in source.tensors.values()))
-    return dataclasses.replace(_packed(codes, scale, zero, kind=scheme.kind, over=leaf.over, group=group), inputs=leaf.inputs)
+    settings = {"kind": scheme.kind, "over": leaf.over, "group": group, "affine": scheme.affine}
+    return dataclasses.replace(_packed(codes, scale, zero, **settings), inputs=leaf.inputs)
 
 
 def _scales_of(leaf: Packed, scheme: Scheme) -> tuple[int | None, tuple[int, ...]]:
@@ -134,7 +136,7 @@ def _packed(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, **set
     return jax.tree.map(np.asarray, program(*arguments))
 
 
-_jitted = jax.jit(packed.pack, static_argnames=("kind", "over", "group"))
+_jitted = jax.jit(packed.pack, static_argnames=("kind", "over", "group", "affine"))
 _unpack = jax.jit(packed.unpack, static_argnames="dtype")
 
 

@@ -26,6 +26,7 @@ class Scheme:
     group: int | None = None  # inputs that share a scale; None for one scale an output
     zeros: bool = False  # whether there are zero points
     scale_dtype: str = "bfloat16"  # of scales, and what a dequantised weight is rounded to
+    affine: bool = False  # whether zero points are not codes but what a code of 0 stands for
 
 
 EMBEDDING = "embed_tokens"  # the module of the token embedding
@@ -52,7 +53,8 @@ class Matrix(NamedTuple):
 
     codes: np.ndarray  # [..., out, in] uint8: see packed.KINDS
     scale: np.ndarray  # [..., out, ceil(in / group)], or [..., out, 1] without groups; in the scheme's scale_dtype
-    zero: np.ndarray | None = None  # as `scale`, the code that stands for zero (of int8: the number), of any dtype
+    # As `scale`, the code that stands for zero (of int8: the number), or of an affine scheme what a code of 0 stands for; of any dtype.
+    zero: np.ndarray | None = None
 
 
 class Format(Protocol):
@@ -125,9 +127,9 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: 
         if scheme is None:
             return leaf
         shape, over = tuple(leaf.shape), input_axes(tuple(leaf.shape), parts[0])
-        settings = {"group": group_within(shape, over, scheme.group), "zeros": scheme.zeros, "scale_dtype": jnp.dtype(scheme.scale_dtype)}
+        settings = {"group": group_within(shape, over, scheme.group), "zeros": scheme.zeros, "affine": scheme.affine}
         try:
-            made = packed.abstract(shape, scheme.kind, over=over, **settings)
+            made = packed.abstract(shape, scheme.kind, over=over, scale_dtype=jnp.dtype(scheme.scale_dtype), **settings)
         except ValueError as error:
             raise ValueError(f"{prefix}{parts[0].key} cannot be packed: {error}") from error
         return leaf if unpacked and UNPACKED.search(name) and _holds(leaf.dtype, scheme.scale_dtype) else made

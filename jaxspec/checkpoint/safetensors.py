@@ -58,6 +58,11 @@ class Stored:
                 done += count
         return data.view(NUMPY_DTYPES[self.dtype]).reshape(self.shape) if into is None else into
 
+    def beginning(self, count: int) -> np.ndarray:
+        """Its first bytes in the file, so many or all: [n] uint8."""
+        count = min(count, self.nbytes)
+        return Stored(self.file, "U8", (count,), self.offset, count).read()
+
     def rows(self, shape: tuple[int, ...], start: int, stop: int) -> Stored:
         """Rows start .. stop - 1 of the tensor reshaped to `shape`."""
         row = self.nbytes // shape[0]

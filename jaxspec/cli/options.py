@@ -25,6 +25,7 @@ def model_options(hub: argparse.ArgumentParser) -> argparse.ArgumentParser:
     model.add_argument("--target", default="pocket", help="hub id, folder or bundled name (default: pocket)")
     model.add_argument("--drafter", help="hub id, folder or bundled name; same for the one in the target's checkpoint (default: none)")
     model.add_argument("--adapter", help="LoRA adapter of PEFT to merge into the target: folder or hub id (default: none)")
+    model.add_argument("--tokenizer", help="checkpoint with the tokenizer: folder or hub id (default: the target)")
     model.add_argument("--k", type=int, metavar="K", help="number of tokens to draft in each round")
     text = "guess trees of N candidates, such as 15, where at most 4 sequences decode (default: chains)"
     model.add_argument("--tree", type=int, metavar="N", help=text)
@@ -116,6 +117,7 @@ def load_model(args: argparse.Namespace, **settings: Any) -> tuple[Any, Any]:
         accept=args.accept,
         mesh=mesh_of(args),
         adapter=args.adapter,
+        tokenizer=args.tokenizer,
         progress=progress,
         **dataclasses.asdict(hub_of(args)),
         **settings,

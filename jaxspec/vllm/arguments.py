@@ -34,6 +34,7 @@ FORMATS = {
     "modelopt": "modelopt",
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
+    "gguf": "gguf",
     "gptq": "gptq",
     "gptq_marlin": "gptq",
     "auto-round": "auto-round",
@@ -165,8 +166,9 @@ def sorted_out(others: Mapping[str, Any], known: Iterable[str]) -> list[str]:
             _refuse(name, value, *REFUSED[name])
         elif name not in TUNING:
             raise unknown("LLM", name, (*known, *TUNING, *REFUSED))
-    if others.get("load_format") in ("dummy", "gguf", "bitsandbytes", "pt", "npcache", "tensorizer", "runai_streamer", "sharded_state"):
-        raise ValueError(f"load_format is {others['load_format']!r}, which cannot be served: checkpoints are read from safetensors")
+    if others.get("load_format") in ("dummy", "bitsandbytes", "pt", "npcache", "tensorizer", "runai_streamer", "sharded_state"):
+        read = "checkpoints are read from safetensors and GGUF files"
+        raise ValueError(f"load_format is {others['load_format']!r}, which cannot be served: {read}")
     return sorted(name for name in others if name in TUNING)
 
 
@@ -174,6 +176,19 @@ def tell_without_effect(names: list[str], stacklevel: int = 2) -> None:
     """Says once which arguments are accepted but change nothing. stacklevel: of who gave them, as for `warnings.warn` from the caller."""
     if names:
         warnings.warn(f"accepted but without effect here: {', '.join(names)}", UserWarning, stacklevel=stacklevel + 1)
+
+
+def tokenizer_of(
+    tokenizer: str | os.PathLike[str] | None, model: str | os.PathLike[str], tokenizer_revision: str | None, revision: str | None
+) -> str | None:
+    """`tokenizer` of `load`, None where it is the model's own. Raises TypeError, and ValueError for a revision that is not the model's."""
+    named = None if tokenizer is None else os.fspath(path("tokenizer", tokenizer, "a hub id, a folder or None"))
+    if named not in (None, os.fspath(model)):
+        return named if tokenizer_revision is None else f"{named}@{tokenizer_revision}"
+    if not among(tokenizer_revision, (None, revision)):
+        expected = "None" if revision is None else f"{revision!r} or None"
+        raise ValueError(f"tokenizer_revision is {tokenizer_revision!r}, but the tokenizer is the model's; expected {expected}")
+    return None
 
 
 def dtype_of(dtype: Any) -> Any:

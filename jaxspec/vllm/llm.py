@@ -55,12 +55,12 @@ class LLM:
     """A model that is loaded as vLLM's LLM would be, by `jaxspec.load`. `jaxspec` is the LLM that this returned: it streams, and has all
     statistics.
 
-    model: a hub id, a folder, or "pocket". tokenizer: None or the model. dtype, seed, max_num_seqs (slots), gpu_memory_utilization
+    model: a hub id, a folder, a GGUF file, or "pocket". tokenizer, dtype, seed, max_num_seqs (slots), gpu_memory_utilization
     (memory_fraction, of what JAX takes): as `load` has them. max_model_len: by default, None or -1, the model's maximum, but at most 4096.
     tensor_parallel_size, data_parallel_size: the mesh of devices. kv_cache_dtype: "auto", "bfloat16", "float32", "fp8" or "fp8_e4m3".
     quantization: the checkpoint's own format; or "fp8" or "int8_per_channel_weight_only" of float weights, where activations stay float:
     those who want them in fp8 too take `jaxspec.load` with `quantize_activations`. revision, download_dir, hf_token: `revision`,
-    `cache_dir` and `token` of `load`. tokenizer_revision: None or the revision.
+    `cache_dir` and `token` of `load`.
 
     speculative_config: a dict with "model", a drafter's checkpoint, or "method" "ngram" (with "prompt_lookup_max", "prompt_lookup_min"),
     and "num_speculative_tokens". "method" may say what the checkpoint is: "mtp", "eagle3", "dflash", "dspark" or "draft_model".
@@ -111,14 +111,9 @@ class LLM:
     ):
         tuning = arguments.sorted_out(others, inspect.signature(LLM).parameters)
         path("model", model, "a hub id, a folder or a bundled name")
-        if tokenizer is not None and os.fspath(path("tokenizer", tokenizer, "None, or the model")) != os.fspath(model):
-            raise ValueError(f"tokenizer is {os.fspath(tokenizer)!r}, but a model's tokenizer is its own; expected None, or the model")
+        tokenizer = arguments.tokenizer_of(tokenizer, model, tokenizer_revision, revision)
         if not among(generation_config, ("auto", "vllm")):
             raise ValueError(f"generation_config is {generation_config!r}; available: 'auto', 'vllm'")
-        if not among(tokenizer_revision, (None, revision)):
-            raise ValueError(
-                f"tokenizer_revision is {tokenizer_revision!r}, but a model's tokenizer is its own; expected {revision!r} or None"
-            )
         hub = Hub(revision, hf_token, download_dir)
         self._template = _template(chat_template)
         overrides = _overrides(override_generation_config)
@@ -142,6 +137,7 @@ class LLM:
                 kv_dtype=kv_dtype,
                 memory_fraction=gpu_memory_utilization,
                 seed=0 if seed is None else seed,
+                tokenizer=tokenizer,
                 revision=revision,
                 token=hf_token,
                 cache_dir=download_dir,

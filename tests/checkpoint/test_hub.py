@@ -173,32 +173,29 @@ def refuse(name, message, capsys, tmp_path, kind=ValueError):
 def test_gguf(asked, capsys, tmp_path):
     file = tmp_path / "model-Q4_K_M.gguf"
     file.write_bytes(b"GGUF" + bytes(20))
-    refuse(
-        file,
-        "Q4_K_M.gguf' is a GGUF file, of llama.cpp; expected safetensors: take the model",
-        capsys,
-        tmp_path,
-    )
+    refuse(file, "Q4_K_M.gguf is a GGUF of version 0; expected 2 or 3", capsys, tmp_path)
     file.rename(tmp_path / "renamed")
-    refuse(tmp_path / "renamed", "is a GGUF file", capsys, tmp_path)
+    refuse(tmp_path / "renamed", "renamed is a GGUF of version 0", capsys, tmp_path)
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "model-Q4_0.gguf").touch()
-    refuse(folder, r"folder' holds GGUF files, of llama.cpp \(model-Q4_0.gguf\)", capsys, tmp_path)
+    refuse(folder, "model-Q4_0.gguf is no GGUF file: it is empty", capsys, tmp_path)
     (folder / "config.json").write_text("{}")  # some bring one along
-    refuse(folder, "holds GGUF files", capsys, tmp_path)
+    refuse(folder, "is no GGUF file: it is empty", capsys, tmp_path)
+    (folder / "model-Q8_0.gguf").touch()
+    refuse(folder, r"folder holds 2 models \(model-Q4_0.gguf, model-Q8_0.gguf\); expected one", capsys, tmp_path)
     calls, answer = asked
-    answer["files"] = ["README.md", "gemma-4-E2B-it-Q4_K_M.gguf"]
-    refuse(
-        "unsloth/gemma-4-E2B-it-GGUF",
-        r"-it-GGUF' holds GGUF files, .* \(gemma-4-E2B-it-Q4_K_M.gguf\)",
-        capsys,
-        tmp_path,
-    )
+    name = "unsloth/gemma-4-E2B-it-GGUF"
+    answer["files"] = ["README.md", "e2b-Q4_K_M.gguf", "e2b-Q8_0.gguf", "mmproj-F16.gguf"]
+    refuse(name, f"'{name}' holds 2 GGUF models .e2b-Q4_K_M.gguf, e2b-Q8_0.gguf.; expected one, as {name}:Q4_0 names", capsys, tmp_path)
+    refuse(f"{name}:Q6_K", f"'{name}:Q6_K' names 0 of the GGUF models there .e2b-Q4_K_M.gguf, e2b-Q8_0.gguf.", capsys, tmp_path)
     assert not calls  # nothing was downloaded
     (tmp_path / "empty").mkdir()
     answer["folder"] = tmp_path / "empty"
-    refuse("some/quants", "'some/quants' holds GGUF files", capsys, tmp_path)
+    refuse("some/quants", "'some/quants' holds 2 GGUF models", capsys, tmp_path)
+    answer["error"] = http(errors.RepositoryNotFoundError)
+    answer["files"] = []
+    refuse(f"{name}:Q4_0", f"the hub has no model '{name}'", capsys, tmp_path, FileNotFoundError)
 
 
 def test_mlx(folders, capsys, tmp_path):

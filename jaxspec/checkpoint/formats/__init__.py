@@ -12,12 +12,13 @@ from typing import Any
 
 from jaxspec.checkpoint import fused
 from jaxspec.checkpoint.files import CONVERTED, MODELOPT_CONFIG, read_json
-from jaxspec.checkpoint.formats import compressed_tensors, converted, fp8, gptq, modelopt
+from jaxspec.checkpoint.formats import compressed_tensors, converted, fp8, gguf, gptq, modelopt
 from jaxspec.checkpoint.formats.matrices import SCALE_NAMES
 from jaxspec.checkpoint.formats.rules import PREFIXES
 from jaxspec.checkpoint.layout import unwrapped
 from jaxspec.checkpoint.quantisation import EMBEDDING, Quantisation
-from jaxspec.checkpoint.safetensors import Stored, read_folder
+from jaxspec.checkpoint.safetensors import Stored
+from jaxspec.checkpoint.tensors import gguf_in, read_folder
 
 SERVED = (
     f"compressed-tensors ({compressed_tensors.SERVED}), modelopt ({', '.join(modelopt.ALGORITHMS)}), gptq, auto-round, awq, fp8 in blocks"
@@ -45,6 +46,8 @@ def read_quantisation(folder: Path, config: Mapping[str, Any]) -> Quantisation |
             reason = f"its {converted.KEY!r} cannot be read: {error!r}"
             raise ValueError(f"{folder / CONVERTED} is damaged: {reason}; convert the checkpoint again") from error
     found = _config(folder, config)
+    if found is None and folder.is_dir() and gguf_in(folder) is not None:
+        return gguf.read(headers(folder) or {})
     if found is None:
         return None
     stored = headers(folder)

@@ -1,0 +1,91 @@
+"""GGUF files as folders: a model's file brings its config and tokenizer with it, which a checkpoint's folder has as files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxspec.checkpoint.gguf import gemma4
+from jaxspec.checkpoint.gguf.blocks import Blocks, Floats
+from jaxspec.checkpoint.gguf.file import firsts, parts_of, read, read_tensors, stem_of
+from jaxspec.checkpoint.gguf.names import renamed
+from jaxspec.checkpoint.gguf.tokenizer import save_tokenizer
+from jaxspec.checkpoint.safetensors import Stored
+from jaxspec.checks import cache_folder
+
+VERSION = 1  # of what is written into a folder
+TABLE = "embed_tokens"  # in the names of what is read by rows, and so is float
+# Matrices that share a leaf: where one of them is float, all are read so.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def model_in(folder: Path) -> Path | None:
+    """The file of the model in a folder, the first of its parts, None if there is none. Raises ValueError if there are several."""
+    found = firsts(path.name for path in folder.iterdir())
+    if len(found) > 1:
+        raise ValueError(f"{folder} holds {len(found)} models ({', '.join(found)}); expected one, or the name of one of these files")
+    return folder / found[0] if found else None
+
+
+def folder_of(file: Path) -> Path:
+    """A folder with the config and the tokenizer of a model's file, and links to it and its other parts. It is kept with the compiled
+    programs, for the next time. Raises ValueError for a file that is damaged or holds a model that is not served."""
+    parts = [part.absolute() for part in parts_of(file)]
+    stats = [part.stat() for part in parts]
+    about = [VERSION, *((str(part), stat.st_size, stat.st_mtime_ns) for part, stat in zip(parts, stats, strict=True))]
+    folder = _root() / f"{stem_of(file.name)}-{zlib.crc32(repr(about).encode()):08x}"
+    if folder.is_dir():
+        return folder
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _fill(made, parts)
+        with contextlib.suppress(OSError):  # another process was first
+            made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _root() -> Path:
+    root = cache_folder() / "gguf"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def _fill(folder: Path, parts: list[Path]) -> None:
+    first = read(parts[0])
+    architecture = first.metadata.get("general.architecture")
+    if architecture != gemma4.ARCHITECTURE:
+        raise ValueError(f"{parts[0]} is a GGUF of the architecture {architecture!r}; served is {gemma4.ARCHITECTURE!r}")
+    contents = first._replace(tensors=read_tensors(parts))
+    configs = {"config.json": gemma4.config_of(parts[0], contents), "generation_config.json": gemma4.generation_of(contents)}
+    for name, config in configs.items():
+        (folder / name).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_tokenizer(parts[0], contents, folder)
+    for part in parts:
+        os.symlink(part, folder / part.name)
+
+
+def read_model(file: Path) -> dict[str, Stored]:
+    """The tensors of a model, of which `file` is a part, by their names in Hugging Face's layout, unread. Tensors of blocks that are read
+    as floats are so here: tables, and matrices that share a leaf with a float one."""
+    found = renamed(read_tensors(parts_of(file)))
+    floats = {key for key, tensor in found.items() if isinstance(tensor, Blocks) and (TABLE in key or _has_float(key, found))}
+    return {key: Floats.of(tensor) if key in floats and isinstance(tensor, Blocks) else tensor for key, tensor in found.items()}
+
+
+def beside(key: str, keys: Iterable[str]) -> list[str]:
+    """The keys of the matrices that share a leaf with that of this key, itself among them."""
+    stem, _, name = key.removesuffix(".weight").rpartition(".")
+    names = next((names for names in TOGETHER if name in names), (name,))
+    return [other for each in names if (other := f"{stem}.{each}.weight" if key.endswith(".weight") else key) in keys]
+
+
+def _has_float(key: str, found: dict[str, Stored]) -> bool:
+    return any(not isinstance(found[other], Blocks) for other in beside(key, found.keys()))
