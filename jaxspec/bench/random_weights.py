@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -42,10 +43,10 @@ def random_weights(abstract: Any, seed: int = 0, std: float = 0.02) -> Any:
 
 def _packed(leaf: Packed, seed: np.uint32, index: np.uint32, std: float) -> Packed:
     """A packed matrix of random codes. leaf: of ShapeDtypeStructs."""
-    offset = KINDS[leaf.kind].offset
     codes = np.arange(2 ** KINDS[leaf.kind].bits, dtype=np.uint8)
     kept = codes & ~np.uint8(leaf.kind == "fp8")  # the codes of NaN are odd
-    scale = std / float(np.std(np.asarray(values_of(jnp.asarray(kept), leaf.kind))))
+    values = np.asarray(values_of(jnp.asarray(kept), leaf.kind))
+    scale, middle = std / float(np.std(values)), float(np.mean(values))
     settings = {"shape": leaf.words.shape, "sharding": leaf.words.sharding, "mask": 0xFFEEFFEE if leaf.kind == "fp8" else 0xFFFFFFFF}
     words = compiled(_words, seed, index, **settings)(seed, index)
     scales = jnp.full(leaf.scale.shape, scale, leaf.scale.dtype)
@@ -56,8 +57,13 @@ def _packed(leaf: Packed, seed: np.uint32, index: np.uint32, std: float) -> Pack
         ones = jnp.full((*leaf.shape[: leaf.ndim - leaf.over], *last), scale, leaf.scale.dtype)
         scales = pack(jnp.zeros(leaf.shape, jnp.uint8), ones, kind=leaf.kind, over=leaf.over, group=group).scale
     scales = jax.device_put(scales, leaf.scale.sharding)
-    zeros = None if leaf.zero is None else jnp.full(leaf.zero.shape, offset, leaf.zero.dtype, device=leaf.zero.sharding)
-    return Packed(words, scales, zeros, leaf.kind, leaf.over, leaf.cut, leaf.inputs)
+    if leaf.zero is None:
+        return dataclasses.replace(leaf, words=words, scale=scales)
+    if leaf.affine:
+        zeros = jax.device_put((-middle * scales).astype(leaf.zero.dtype), leaf.zero.sharding)
+    else:
+        zeros = jnp.full(leaf.zero.shape, KINDS[leaf.kind].offset, leaf.zero.dtype, device=leaf.zero.sharding)
+    return dataclasses.replace(leaf, words=words, scale=scales, zero=zeros)
 
 
 @partial(jax.jit, static_argnames=("shape", "sharding", "mask"))

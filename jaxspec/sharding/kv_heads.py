@@ -144,7 +144,7 @@ def _deal(weight: Any, axis: int, queries: int, group: int, copies: int) -> Any:
     if weight.groups is not None or axis < weight.ndim - weight.over:
         return jax.tree.map(deal, weight)
     if copies * group > queries and (KINDS[weight.kind].offset or weight.zero is not None):
-        # Codes of 0 stand for 0 only by a scale of 0. So every block gets a scale of its own.
+        # Codes of 0 stand for 0 only by a scale of 0, in an affine matrix with a zero of 0. So every block gets these of its own.
         return jax.tree.map(deal, _with_scales_of_blocks(weight))
     return dataclasses.replace(weight, words=deal(weight.words))  # a scale of all inputs has no heads
 

@@ -93,6 +93,7 @@ def drawn(w: Packed) -> Packed:
     dtype = w.scale.dtype
     scale = jax.random.uniform(keys[1], w.scale.shape, dtype, 0.5, 2.0) * dtype.type(w.shape[-1] ** -0.5 / LARGEST[w.kind])
     zero = None if w.zero is None else jax.random.randint(keys[2], w.zero.shape, 0, 16).astype(dtype)
+    zero = -scale * zero if w.affine else zero
     return dataclasses.replace(w, words=words, scale=scale, zero=zero)
 
 

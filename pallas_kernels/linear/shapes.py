@@ -12,25 +12,44 @@ from pallas_kernels.packed import Packed, abstract
 
 LAYERS = 35  # whose inputs to "gated_by" lie in one array
 ROWS = (1, 4, 5, 32, 40, 64)  # a decode step or verify block of one sequence and of eight
-# Forms of packed weights as checkpoints have them: the kind, the inputs that share a scale (None: one scale an output), zeros or none, and
-# the scales' dtype (None: x's).
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """A form of packed weights."""
+
+    kind: str
+    group: int | None = None  # inputs that share a scale; None for one scale an output
+    zeros: bool = False
+    scale_dtype: str | None = None  # None for x's
+    affine: bool = False
+
+    def abstract(self, shape: tuple[int, ...], dtype: Any) -> Packed:
+        """The shapes of weights [*out, in] for products with rows of `dtype`."""
+        settings = {"group": self.group, "zeros": self.zeros, "affine": self.affine}
+        return abstract(shape, self.kind, scale_dtype=self.scale_dtype or dtype, **settings)
+
+
+# As checkpoints have them.
 PACKINGS = {
-    "int4": ("int4", 32, False, None),
-    "int4 zeros": ("int4", 128, True, None),
-    "int4 zeros float16": ("int4", 128, True, "float16"),  # GPTQ, AWQ
-    "int8": ("int8", None, False, None),
-    "fp8": ("fp8", None, False, None),
-    "fp8 float32": ("fp8", None, False, "float32"),  # ModelOpt
-    "fp4": ("fp4", 16, False, None),
-    "fp4 float32": ("fp4", 16, False, "float32"),  # NVFP4
+    "int4": Packing("int4", 32),
+    "int4 zeros": Packing("int4", 128, zeros=True),
+    "int4 zeros float16": Packing("int4", 128, zeros=True, scale_dtype="float16"),  # GPTQ, AWQ
+    "int4 affine float16": Packing("int4", 32, zeros=True, scale_dtype="float16", affine=True),  # llama.cpp's Q4_K, Q4_1
+    "int8": Packing("int8"),
+    "int8 of 16 float16": Packing("int8", 16, scale_dtype="float16"),  # llama.cpp's Q6_K
+    "int8 affine float16": Packing("int8", 32, zeros=True, scale_dtype="float16", affine=True),  # llama.cpp's Q5_K, Q5_1
+    "fp8": Packing("fp8"),
+    "fp8 float32": Packing("fp8", scale_dtype="float32"),  # ModelOpt
+    "fp4": Packing("fp4", 16),
+    "fp4 float32": Packing("fp4", 16, scale_dtype="float32"),  # NVFP4
 }
 ROUNDED = "fp8, rows too"  # as "fp8", and rows of x are rounded to fp8 before a product
 
 
 def packed(shape: tuple[int, ...], packing: str, dtype: Any) -> Packed:
     """The shapes of packed weights [*out, in]. packing: a key of PACKINGS, or ROUNDED. dtype: x's."""
-    kind, group, zeros, scale_dtype = PACKINGS["fp8" if packing == ROUNDED else packing]
-    found = abstract(shape, kind, group=group, zeros=zeros, scale_dtype=scale_dtype or dtype)
+    found = PACKINGS["fp8" if packing == ROUNDED else packing].abstract(shape, dtype)
     return dataclasses.replace(found, inputs="fp8") if packing == ROUNDED else found
 
 

@@ -86,6 +86,8 @@ def unsupported(x: jax.Array, w: Packed) -> str | None:
         return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16"
     if any(w.cut):
         return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
+    if w.affine:
+        return "the matrix is affine; the kernel takes zero points"
     if w.zero is not None and w.kind not in ("int4", "int8"):
         return f"the matrix has zero points and codes of {w.kind}; the kernel takes them with integers"
     least = 16 if w.zero is None else 32

@@ -7,6 +7,10 @@ shared memory asynchronously and from there to registers, 16 bytes a thread; the
 Codes less their zeros are exact in pairs of 16-bit floats. Scales in bfloat16 multiply such pairs. So do scales in float16 where codes are
 integers: those products are multiples of float16's least number, so its subnormals lose nothing. All other scales multiply in float32.
 Products are rounded to the scale's dtype and then to x's, as by `matrix.unpack`; only beyond 65,504 a float16 product is infinite here.
+
+In an affine matrix the codes themselves are exact. One instruction multiplies them by scales and adds the numbers that codes of 0 stand
+for; it rounds the sum alone. In float16 that sum is a multiple of the least number, too. It is infinite only if the weight itself is beyond
+65,504, whatever the product is.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from pallas_kernels import read_once
 from pallas_kernels.device import capability
 from pallas_kernels.dialect import HOPPER, pl, plgpu
 from pallas_kernels.packed.matrix import BLOCK, KINDS, LANES, WORDS, Packed
+from pallas_kernels.packed.rounding import multiply_add, odd_sum
 
 MOST_GROUPS = 8  # groups of a block; groups of fewer inputs would cut a thread's part of an instruction
 SCALES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -54,6 +59,7 @@ class Form:
     kind: str
     groups: int | None
     zeros: bool
+    affine: bool
     scale: Any  # the dtype of scales
     columns: int  # O
     width: int  # I
@@ -75,7 +81,8 @@ class Form:
 def form(packed: Packed, interpret: bool) -> Form:
     """The form of a matrix whose `over` is 1."""
     *_, columns, width = packed.shape
-    return Form(packed.kind, packed.groups, packed.zero is not None, packed.scale.dtype, columns, width, paired(), interpret)
+    zeros, scale = packed.zero is not None, packed.scale.dtype
+    return Form(packed.kind, packed.groups, zeros, packed.affine, scale, columns, width, paired(), interpret)
 
 
 def paired() -> bool:
@@ -216,13 +223,23 @@ def weights(words: jax.Array, scale: jax.Array, zero: jax.Array | None, dtype: A
     def spread(numbers):
         return jnp.broadcast_to(numbers, (a, b, *_fine_shape(form))).reshape(pairs.shape)
 
-    offset = None if zero is None else spread(_pairs_of(_fine(zero.astype(form.pair.dtype), form)))
-    values = _values(pairs, offset, form)
+    def spread_pairs(numbers):
+        return spread(_pairs_of(_fine(numbers.astype(form.pair.dtype), form)))
+
+    def spread_wide(numbers):
+        return spread(_fine(numbers.astype(jnp.float32), form))
+
+    values = _values(pairs, None if zero is None or form.affine else spread_pairs(zero), form)
     if scale.dtype == form.pair.dtype:
-        halves = _halves(_fma(spread(_pairs_of(_fine(scale, form))), values, SIGNS, form), form.pair.dtype)
+        added = spread_pairs(zero) if form.affine else SIGNS
+        halves = _halves(_fma(spread_pairs(scale), values, added, form), form.pair.dtype)
     else:
-        wide = spread(_fine(scale.astype(jnp.float32), form))
-        halves = [half * wide for half in _widened(values)]
+        wide, halves = spread_wide(scale), _widened(values)
+        if form.affine:
+            least = spread_wide(zero)
+            halves = [_wide_fma(half, wide, least, form) for half in halves]
+        else:
+            halves = [half * wide for half in halves]
         if scale.dtype == jnp.float16:
             halves = [_eleven_bits(half) for half in halves]
     if dtype == jnp.bfloat16 and halves[0].dtype != dtype:
@@ -257,7 +274,7 @@ def _eight_bits(words, form):
 
 
 def _values(pairs, offset, form):
-    """Codes less their zeros, as pairs. Every step is exact."""
+    """Codes less their zeros, or of an affine matrix codes, as pairs. Every step is exact."""
     one, minus_one, large, minus_large = form.pair.one, form.pair.one | SIGNS, form.pair.large, form.pair.minus_large
     if form.kind == "int8":
         high, low = pairs & 0x00800080 | _opaque(large, pairs, form), pairs & 0x007F007F | _opaque(large, pairs, form)
@@ -265,7 +282,7 @@ def _values(pairs, offset, form):
         return values if offset is None else _fma(offset, minus_one, values, form)
     if form.kind == "int4":
         if offset is None:
-            return _fma(pairs, one, minus_large | 0x00080008, form)
+            return _fma(pairs, one, minus_large | (0 if form.affine else 0x00080008), form)
         return _fma(pairs, one, _fma(offset, minus_one, minus_large, form), form)
     return _raised(pairs, 120 if form.kind == "fp8" else 126, form)  # so much the exponents of bfloat16 are offset from theirs
 
@@ -323,12 +340,20 @@ def _fma(a, b, c, form):
     if not form.interpret:
         return _assembly(f"fma.rn.{name} $0, $1, $2, $3;", "=r,r,r,r", a, b, c)
     wide = [[half.astype(jnp.float32) for half in _halves(x, dtype)] for x in (a, b, c)]
-    return _joined([(x * y + z).astype(dtype) for x, y, z in zip(*wide, strict=True)])
+    # Sums that are not exact are those of affine matrices alone.
+    return _joined([(odd_sum(x * y, z) if form.affine else x * y + z).astype(dtype) for x, y, z in zip(*wide, strict=True)])
 
 
-def _assembly(text, constraints, *args):
-    """An int32 for each element of the arguments, by an instruction."""
-    kinds = [jax.ShapeDtypeStruct(args[0].shape, jnp.int32)]
+def _wide_fma(codes, b, c, form):
+    """codes b + c for float32 numbers, rounded once. codes: of integers."""
+    if form.interpret:
+        return multiply_add(codes, b, c, jnp.float32)
+    return _assembly("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", codes, b, c, dtype=jnp.float32)
+
+
+def _assembly(text, constraints, *args, dtype=jnp.int32):
+    """A number of `dtype` for each element of the arguments, by an instruction."""
+    kinds = [jax.ShapeDtypeStruct(args[0].shape, dtype)]
     return plgpu.elementwise_inline_asm(text, args=args, constraints=constraints, pack=1, result_shape_dtypes=kinds)[0]
 
 

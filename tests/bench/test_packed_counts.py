@@ -53,12 +53,18 @@ def test_the_memory_plan_has_room_to_unpack_a_piece():
     assert of_quantised.work(1) - of_floats.work(1) == memory.UNPACKING
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int8", None), ("fp8", None), ("fp4", 16)])
-def test_random_packed_weights(kind, group, zeros):
-    """They are finite, of the deviation of float ones, and what fills up blocks has scales of 0."""
-    made = random_weights(packed.abstract((2, 96, 96), kind, group=group, zeros=zeros, scale_dtype=jnp.float32))
+CODES = (("int4", 32), ("int8", None), ("fp8", None), ("fp4", 16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "zeros", "affine"),
+    [*((*codes, zeros, False) for codes in CODES for zeros in (False, True)), *((*codes, True, True) for codes in CODES[:2])],
+)
+def test_random_packed_weights(kind, group, zeros, affine):
+    """They are finite, of the deviation of float ones and about 0, and what fills up blocks has scales of 0."""
+    made = random_weights(packed.abstract((2, 96, 96), kind, group=group, zeros=zeros, affine=affine, scale_dtype=jnp.float32))
     weights = np.asarray(packed.unpack(made))
     assert np.isfinite(weights).all() and weights.std() == pytest.approx(0.02, rel=0.05)
+    assert abs(weights.mean()) < (0.001 if affine or kind != "int4" else 0.004)  # a code of int4 is 7.5 in the mean, and its zero is 8
     outputs = np.asarray(made.scale).reshape(2, 2, -1, 4, 8, made.scale.shape[-1])
     assert (outputs[:, 1, :, 2:] == 0).all() and (outputs[:, :, 0, :2] > 0).all()

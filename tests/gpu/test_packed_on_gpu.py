@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed_matrices import FORMS, packed
+from packed_matrices import FORMS, SMALL_FORMS, packed, small
 
 import jaxspec
 from pallas_kernels import device, dialect, float8_rows, linear, lm_head, moe
@@ -18,8 +18,9 @@ from pallas_kernels.moe import packed_mosaic as experts_mosaic
 from pallas_kernels.packed import KINDS, unpack
 
 pytestmark = pytest.mark.gpu
+AFFINE = ("int4 affine float16", "int8 affine float16")
 # Forms whose scales are not in bfloat16, as checkpoints have them.
-OTHER_SCALES = ("int4 zeros float16", "int8 zeros float16", "fp8 float32", "fp4 float32")
+OTHER_SCALES = ("int4 zeros float16", "int8 zeros float16", *AFFINE, "int8 of 16 float16", "fp8 float32", "fp4 float32")
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +55,10 @@ def test_whole_matrices_are_those_of_unpack_to_the_last_bit(form):
         np.testing.assert_array_equal(jax.jit(linear.unpacked)(w, jnp.ones((8, 1), dtype)), unpack(w, dtype))
 
 
-@pytest.mark.parametrize("form", ["int4 zeros float16", "int8 float16", "fp8 blocks float16", "fp4 of 8 float16", "fp8 float32"])
+@pytest.mark.parametrize("form", SMALL_FORMS)
 def test_small_weights_are_those_of_unpack_to_the_last_bit(form):
     """Scales, and products, that are subnormal in float16."""
-    w = packed(form, (100, 120))
-    w = dataclasses.replace(w, scale=w.scale * w.scale.dtype.type(2**-13))
+    w = small(form, (100, 120))
     (got,) = jax.jit(functools.partial(packed_triton.partials, splits=1))(jnp.eye(120, dtype=jnp.bfloat16), w)
     np.testing.assert_array_equal(got.T, unpack(w, jnp.bfloat16).astype(jnp.float32))
 

@@ -202,14 +202,17 @@ def test_what_does_not_fit_is_refused_by_name():
         lm_head(hidden, table, keys[:1], temperature)
 
 
-@pytest.mark.parametrize(("rows", "vocab", "width"), [(5, 256, 128), (37, 200, 96), (70, 130, 64)])
-def test_a_packed_table_is_chosen_from_as_the_unpacked_one(rows, vocab, width):
+@pytest.mark.parametrize(
+    ("form", "rows", "vocab", "width"),
+    [("int8", 5, 256, 128), ("int8", 37, 200, 96), ("int8", 70, 130, 64), ("int4 affine float16", 5, 200, 96)],
+)
+def test_a_packed_table_is_chosen_from_as_the_unpacked_one(form, rows, vocab, width):
     """Also where neither vocabulary nor width are whole blocks."""
     rng = np.random.default_rng(rows)
-    hidden, table = choices.array(rng.standard_normal((rows, width)), "bfloat16"), packed_matrices.packed("int8", (vocab, width))
+    hidden, table = choices.array(rng.standard_normal((rows, width)), "bfloat16"), packed_matrices.packed(form, (vocab, width))
     keys, temperature = choices.keys(rng, rows), choices.temperatures(rng, rows)
     settings = {"softcap": 30.0, "suppressed": (1002, 1070), "first_id": jnp.int32(1000)}
-    scores, ids = expected(hidden, unpack(table), keys, temperature, settings["softcap"], settings["suppressed"], 1000)
+    scores, ids = expected(hidden, unpack(table, hidden.dtype), keys, temperature, settings["softcap"], settings["suppressed"], 1000)
     for implementation in BOTH:
         chosen, maxima = run(hidden, table, keys, temperature, **settings, implementation=implementation)
         choices.assert_best(chosen, scores, ids)

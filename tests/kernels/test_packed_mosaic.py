@@ -1,7 +1,5 @@
 """What kernels for Hopper compute before they multiply, and where they serve. Their products run on a GPU alone (see tests/gpu)."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from pallas_kernels.activation import Activation
 from pallas_kernels.linear import packed_mosaic as products
 from pallas_kernels.moe import packed_mosaic, packed_triton, triton
 from pallas_kernels.moe.shapes import SHAPES
-from pallas_kernels.packed import abstract, mosaic
+from pallas_kernels.packed import mosaic
 
 A100, H200 = device.Described("NVIDIA A100-SXM4-40GB", "8.0"), device.Described("NVIDIA H200", "9.0")
 
@@ -80,11 +78,9 @@ def test_experts_lower_for_cuda_at_real_shapes(name, kind):
 
 def experts(rows, form, gpu, implementation="auto", inner=128):
     """Calls `moe.experts` as on a GPU, with packed experts that hold nothing."""
-    kind, group, zeros, dtype = FORMS[form]
-    pack = functools.partial(abstract, kind=kind, group=group, zeros=zeros, scale_dtype=dtype or jnp.bfloat16)
     spec = jax.ShapeDtypeStruct
     arguments = spec((rows, 128), jnp.bfloat16), spec((rows, 2), jnp.float32), spec((rows, 2), jnp.int32)
-    gate_up, down = pack((8, 2, inner, 128)), pack((8, 128, inner))
+    gate_up, down = (FORMS[form].abstract(shape, jnp.bfloat16) for shape in ((8, 2, inner, 128), (8, 128, inner)))
 
     def call(x, weights, ids):
         activation = Activation("silu", 7.0)
@@ -104,6 +100,7 @@ def experts(rows, form, gpu, implementation="auto", inner=128):
         ({"form": "int4 zeros"}, packed_mosaic),
         ({"form": "int4 zeros of 16"}, packed_triton),
         ({"form": "fp8 float32"}, packed_triton),
+        ({"form": "int8 affine blocks"}, packed_triton),
         ({"inner": 96}, packed_triton),
         ({"implementation": "triton"}, packed_triton),
     ],
@@ -127,6 +124,7 @@ def test_auto_takes_hoppers_kernels_where_they_serve(settings, chosen, monkeypat
         ({"gpu": A100}, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
         ({"form": "int4 zeros of 16"}, "16 inputs share a scale and a zero point; the kernel needs 32 or more"),
         ({"form": "int4 of 8"}, "8 inputs share a scale; the kernel needs 16 or more"),
+        ({"form": "int8 affine blocks"}, "the matrix is affine; the kernel takes zero points"),
         ({"form": "fp8 float32"}, "x is bfloat16 and the scales are float32; the kernel needs bfloat16"),
         ({"inner": 96}, r"the matrix is \[.*96, 128\]; the kernel needs multiples of 64"),
         ({"rows": 97}, "194 pairs chose 8 experts; the kernel takes at most 24 for each"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lowering import for_cuda
-from packed_matrices import FORMS, in_one_program, packed
+from packed_matrices import FORMS, SMALL_FORMS, in_one_program, packed, small
 
 from jaxspec.model.layers import GatedMLP, Linear
 from pallas_kernels import device, linear, moe
@@ -71,12 +71,10 @@ def test_a_kernel_unpacks_whole_matrices_to_the_last_bit(form):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("form", ["int4 zeros float16", "int8 float16", "fp8 blocks float16", "fp4 of 8 float16", "fp8 float32"])
+@pytest.mark.parametrize("form", SMALL_FORMS)
 def test_small_weights_are_those_of_unpack_to_the_last_bit(form, dtype):
     """Scales, and products, that are subnormal in float16."""
-    w = packed(form, (100, 120))
-    w = dataclasses.replace(w, scale=w.scale * w.scale.dtype.type(2**-13))
-    assert w.scale.dtype != jnp.float16 or float(jnp.min(jnp.abs(w.scale)[w.scale != 0])) < 2**-14
+    w = small(form, (100, 120))
     (got,) = run(packed_triton.partials, jnp.eye(120, dtype=dtype), w, splits=1, interpret=True)
     np.testing.assert_array_equal(got.T, unpacked(w, dtype).astype(jnp.float32))
 
@@ -89,7 +87,14 @@ def test_rounding_to_eleven_bits_is_that_of_unpack():
 
 @pytest.mark.parametrize("kind", ["linear", "partials", "gated", "gated_by"])
 @pytest.mark.parametrize(
-    "dtype, form", [("bfloat16", "int4"), ("float32", "int4"), ("bfloat16", "int4 zeros float16"), ("bfloat16", "fp4 float32")]
+    "dtype, form",
+    [
+        ("bfloat16", "int4"),
+        ("float32", "int4"),
+        ("bfloat16", "int4 zeros float16"),
+        ("bfloat16", "int4 affine float16"),
+        ("bfloat16", "fp4 float32"),
+    ],
 )
 def test_equals_the_reference(kind, dtype, form):
     """Rows that are no power of two, and steps that do not divide the width."""
@@ -101,6 +106,20 @@ def test_equals_the_reference(kind, dtype, form):
     if kind == "partials":
         kernel, plain = kernel.sum(0), plain.sum(0)
     assert difference(kernel, plain) < (1e-5 if plain.dtype == jnp.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("shape", [(64, 2, 128), (2, 64, 3, 64), (70, 2, 50)])
+def test_affine_products_over_two_axes(shape):
+    """Of heads, as an output's matrix has them. The kernel serves where all blocks are full."""
+    rng = np.random.default_rng(0)
+    codes, numbers = rng.integers(0, 16, shape).astype(np.uint8), (*shape[:-1], -(-shape[-1] // 32))
+    scale, zero = (jnp.asarray(rng.uniform(*ends, numbers), "float16") for ends in ((0.01, 0.02), (-0.2, -0.1)))
+    w, x = in_one_program(codes, scale, zero, kind="int4", over=2, group=32, affine=True), normal(3, *shape[-2:])
+    expected = np.tensordot(x.astype(jnp.float32), unpacked(w, x.dtype).astype(jnp.float32), ((1, 2), (-2, -1)))
+    assert difference(run(linear.reference.product, x, w, over=2), expected) < 1e-2
+    if not any(w.cut):
+        (found,) = run(Linear(w).parts, x, implementation="triton-interpret", over=2)
+        assert difference(found, expected) < 1e-5
 
 
 def test_an_activation_of_a_packed_product():
@@ -147,8 +166,8 @@ def test_auto_takes_packed_matrices_to_the_kernel(monkeypatch):
     assert linear.most_rows(w) == 768
 
 
-LOWERED = itertools.product(("int4", "int4 zeros", "int4 zeros float16", "fp8", "fp4 float32"), (5, 160))
-OFTEN = {("int4", 5), ("int4 zeros float16", 160), ("fp8", 160), ("fp4 float32", 5)}
+LOWERED = itertools.product(("int4", "int4 zeros", "int4 zeros float16", "int4 affine float16", "fp8", "fp4 float32"), (5, 160))
+OFTEN = {("int4", 5), ("int4 zeros float16", 160), ("int4 affine float16", 5), ("fp8", 160), ("fp4 float32", 5)}
 
 
 @pytest.mark.parametrize(("packing", "rows"), [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.slow) for case in LOWERED])
@@ -221,11 +240,12 @@ EXPERTS = {
     "float codes": ("fp4", 9, 12, 64, 64, 2),
     "scales in float32": ("fp4 float32", 9, 12, 64, 64, 2),
     "scales in float16": ("int4 zeros float16", 5, 4, 64, 128, 2),
+    "affine": ("int4 affine float16", 5, 4, 44, 128, 2),
 }
 
 
 # The forms of scales are those of the products above, too.
-FEW = ("one row", "blocks that are not full", "several tiles of one expert")
+FEW = ("one row", "blocks that are not full", "several tiles of one expert", "affine")
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
@@ -306,6 +326,7 @@ def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
         ({"form": "fp4 float32"}, "triton"),
         ({"form": "fp8 float32"}, "triton"),
         ({"form": "int8 float16"}, "triton"),
+        ({"form": "int8 affine blocks"}, "triton"),
         ({"form": "fp4 float32", "gpu": A100}, "triton"),
         ({"name": "E2B per-layer projection"}, "triton"),
         ({"dtype": "float32"}, "triton"),
@@ -322,9 +343,8 @@ def test_auto_takes_the_hopper_kernel_where_it_serves(settings, chosen, monkeypa
             return jnp.zeros((1, x.shape[0], w.shape[0]))
 
         monkeypatch.setattr(module, "partials", partials)
-    kind, group, zeros, scale_dtype = FORMS[settings["form"]]
     shape = SHAPES[settings["name"]]
-    w = abstract((shape.columns, shape.width), kind, group=group, zeros=zeros, scale_dtype=scale_dtype or jnp.bfloat16)
+    w = FORMS[settings["form"]].abstract((shape.columns, shape.width), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((settings["rows"], shape.width), settings["dtype"])
     with device.described_as(settings["gpu"]):
         out = jax.eval_shape(lambda x: linear.partials(x, w, implementation=settings["implementation"]), x)
@@ -337,13 +357,13 @@ def test_auto_takes_the_hopper_kernel_where_it_serves(settings, chosen, monkeypa
         (A100, "int4", 5, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
         (H200, "int4", 800, "x has 800 rows; the kernel takes at most 256"),
         (H200, "int4 zeros of 16", 5, "16 inputs share a scale and a zero point; the kernel needs 32 or more"),
+        (H200, "int8 affine blocks", 5, "the matrix is affine; the kernel takes zero points"),
         (H200, "fp8 float32", 5, "x is bfloat16 and the scales are float32; the kernel needs bfloat16"),
         (H200, "int4 of 8", 5, "8 inputs share a scale; the kernel needs 16 or more"),
     ],
 )
 def test_what_the_hopper_kernel_cannot_serve_is_refused(gpu, form, rows, message):
-    kind, group, zeros, scale_dtype = FORMS[form]
-    w = abstract((2048, 2048), kind, group=group, zeros=zeros, scale_dtype=scale_dtype or jnp.bfloat16)
+    w = FORMS[form].abstract((2048, 2048), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
     with device.described_as(gpu), pytest.raises(ValueError, match=f"^implementation 'mosaic' cannot serve this: {message}$"):
         linear.partials(x, w, implementation="mosaic")

@@ -86,10 +86,10 @@ def test_a_mesh_that_would_cut_one_matrix_of_two_is_refused():
         sharding.shard_tree(tree, sharding.mesh(tensor=2))
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("zeros", "affine"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_heads_that_make_up_the_number_are_zeros(kind, group, zeros):
+def test_heads_that_make_up_the_number_are_zeros(kind, group, zeros, affine):
     """Also where a code of 0 stands for another number."""
     rng = np.random.default_rng(0)
     shape = (64, 1, 3, 64)
@@ -97,7 +97,7 @@ def test_heads_that_make_up_the_number_are_zeros(kind, group, zeros):
     scales = (64, 1, 1, 1) if group is None else (*shape[:-1], 2)
     scale = jnp.asarray(rng.uniform(0.5, 1, scales), jnp.float32)
     zero = jnp.asarray(rng.integers(0, 16, scales), jnp.float32) if zeros else None
-    matrix = pack(codes, scale, zero, kind=kind, over=3, group=group)
+    matrix = pack(codes, scale, zero, kind=kind, over=3, group=group, affine=affine)
     dealt = unpack(kv_heads._deal(matrix, 1, 3, 2, 2))
     np.testing.assert_array_equal(dealt, kv_heads._deal(unpack(matrix), 1, 3, 2, 2))
     assert not dealt[:, 1, 1].any()
