@@ -87,7 +87,7 @@ def summed(parts: jax.Array, dtype: Any) -> jax.Array:
     return rounded(jnp.sum(parts, axis=0), dtype).astype(dtype)
 
 
-def gated(x: jax.Array, gate_up: jax.Array | Packed, activation: Activation) -> jax.Array:
+def gated(x: jax.Array, gate_up: jax.Array | Packed, activation: Activation = GELU) -> jax.Array:
     """See `pallas_kernels.linear.gated`."""
     both = linear(x, gate_up)
     return activation(both[:, 0], both[:, 1])

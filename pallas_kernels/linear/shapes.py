@@ -33,6 +33,7 @@ class Packing:
 # As checkpoints have them.
 PACKINGS = {
     "int4": Packing("int4", 32),
+    "int4 float16": Packing("int4", 32, scale_dtype="float16"),  # llama.cpp's Q4_0
     "int4 zeros": Packing("int4", 128, zeros=True),
     "int4 zeros float16": Packing("int4", 128, zeros=True, scale_dtype="float16"),  # GPTQ, AWQ
     "int4 affine float16": Packing("int4", 32, zeros=True, scale_dtype="float16", affine=True),  # llama.cpp's Q4_K, Q4_1

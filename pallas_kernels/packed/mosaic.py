@@ -82,12 +82,12 @@ def unsupported(x: jax.Array, w: Packed) -> str | None:
     """Why no kernel here can multiply rows of x with this matrix, or each matrix of several, or None."""
     if reason := dialect.mosaic_obstacle():
         return reason
-    if {x.dtype, w.scale.dtype} != {jnp.dtype(jnp.bfloat16)}:
-        return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16"
+    if x.dtype != jnp.bfloat16 or w.scale.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {x.dtype.name} and the scales are {w.scale.dtype.name}; the kernel needs bfloat16, or scales in float16"
+    if w.scale.dtype == jnp.float16 and w.kind not in ("int4", "int8"):
+        return f"the scales are float16 and the codes are of {w.kind}; the kernel takes them with integers"
     if any(w.cut):
         return f"the matrix is {list(w.shape)}; the kernel needs multiples of {BLOCK}"
-    if w.affine:
-        return "the matrix is affine; the kernel takes zero points"
     if w.zero is not None and w.kind not in ("int4", "int8"):
         return f"the matrix has zero points and codes of {w.kind}; the kernel takes them with integers"
     least = 16 if w.zero is None else 32
@@ -168,7 +168,7 @@ def call(
         if tiles.joined:
             refs["ready"] = pl.get_global(mosaic.SemaphoreType.REGULAR((programs * tiles.wide,)))
         wait = functools.partial(dialect.mosaic_wait, launch_dependents)
-        _multiply(mosaic, refs, w.kind, tiles, per_output, works, locate, begin, finish, end, wait, ahead)
+        _multiply(mosaic, refs, w, tiles, per_output, works, locate, begin, finish, end, wait, ahead)
 
     found = mosaic.kernel(
         body,
@@ -203,7 +203,7 @@ def shared(tiles: int, steps: int, share: int, program: Any, i: Any) -> tuple[An
     return tile, first, jnp.minimum(end - tile * steps, steps) - first
 
 
-def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finish, end, wait, ahead):
+def _multiply(mosaic, refs, w, tiles, per_output, works, locate, begin, finish, end, wait, ahead):
     words, rows, full, empty = (refs[name] for name in ("words", "rows", "full", "empty"))
     of_codes = "x_scales" in refs  # whose scales are not needed before the end
     numbers = {name: refs[held] for name, held in (("s", "scales"), ("z", "zeros")) if held in refs}
@@ -273,7 +273,10 @@ def _multiply(mosaic, refs, kind, tiles, per_output, works, locate, begin, finis
         mosaic.set_max_registers(min(232, started + (started - 40) // workers // 8 * 8), action="increase")
         place, part = jax.lax.div(warpgroup, tiles.deep), jax.lax.rem(warpgroup, tiles.deep)
         mine = tiles.step // tiles.deep
-        operand = codes_in_registers(mosaic) if of_codes else unpacker(mosaic, kind, groups, "z" in numbers)
+        if of_codes:
+            operand = codes_in_registers(mosaic)
+        else:
+            operand = unpacker(mosaic, w.kind, groups, w.zero is not None, w.affine, w.scale.dtype)
         give_sums, take_sums = exchange(mosaic, padded, jnp.float32)
         # Masks come from memory: ptxas would load a constant again before each use.
         layout = mosaic.Layout.WG_SPLAT((1,))

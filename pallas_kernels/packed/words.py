@@ -27,12 +27,12 @@ CODES = (
 CODE_MASKS = tuple(sorted({mask for half in CODES for word in half for _, mask in word}))
 
 
-def unpacker(mosaic, kind, groups, zeros):
+def unpacker(mosaic, kind, groups, zeros, affine, numbers_dtype):
     """A function of a block's words, scales and, if it has some, zeros in shared memory, and of the masks, that returns the block [64, 64]
-    as the left operand in registers."""
+    as the left operand in registers. numbers_dtype: of scales and zeros, in which weights are computed, bfloat16 or float16."""
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
+    from jaxlib.mlir.dialects import arith, math, vector
 
     settings = mosaic.ShapeDtypeStruct((BLOCK, BLOCK), jnp.bfloat16, layout=mosaic.Layout.WGMMA)
 
@@ -43,8 +43,12 @@ def unpacker(mosaic, kind, groups, zeros):
     @mosaic.inline_mgpu(arg_types=(*references, *[splat] * len(MASKS[kind])), return_type=settings)
     def unpack(_, words, scales, *others):
         masks = others[zeros:]
-        i32, bf16, index = ir.IntegerType.get_signless(32), ir.BF16Type.get(), ir.IndexType.get()
-        pair = ir.VectorType.get((2,), bf16)
+        i32, bf16, f32, index = ir.IntegerType.get_signless(32), ir.BF16Type.get(), ir.F32Type.get(), ir.IndexType.get()
+        narrow = numbers_dtype == jnp.float16
+        element = ir.F16Type.get() if narrow else bf16
+        pair = ir.VectorType.get((2,), element)
+        # The bits of a pair of numbers whose last bit counts 1, so the bits of a small integer add to it, and that number.
+        large, least = (0x64006400, 1024.0) if narrow else (0x43004300, 128.0)
 
         def number(value):
             return arith.constant(i32, ir.IntegerAttr.get(i32, value if value < 2**31 else value - 2**32))
@@ -63,14 +67,14 @@ def unpacker(mosaic, kind, groups, zeros):
         def floats(word):
             return vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), i32), word))
 
-        def both(value):  # a bfloat16 constant in both halves
-            word = int(np.asarray(value, jnp.bfloat16).view(np.uint16))
+        def both(value):  # a constant in both halves
+            word = int(np.asarray(value, numbers_dtype).view(np.uint16))
             return floats(number(word << 16 | word))
 
         thread = arith.remui(arith.index_cast(index, mgpu.thread_idx()), at(128))
         flat = mgpu.memref_fold(words, 0, 2)
         slabs = flat.type.shape[0] // 512
-        word_type, scale_type = ir.VectorType.get((4,), i32), ir.VectorType.get((2 * groups,), bf16)
+        word_type, scale_type = ir.VectorType.get((4,), i32), ir.VectorType.get((2 * groups,), element)
         first = arith.muli(thread, at(4))
         loaded = [vector.load(word_type, flat, [arith.addi(first, at(512 * slab))]) for slab in range(slabs)]
         row = arith.muli(arith.divui(thread, at(4)), at(2 * groups))
@@ -82,12 +86,19 @@ def unpacker(mosaic, kind, groups, zeros):
         spread = pairs(scales)
         if factor := {"fp8": 2.0**120, "fp4": 2.0**126}.get(kind):
             spread = [arith.mulf(scale, both(factor)) for scale in spread]
-        # What is subtracted from codes, to which 128 was added if they have 4 bits. All of it is exact: integers of up to 256.
-        offsets = [both(136.0)] * (2 * groups) if kind == "int4" else None
-        if zeros:
+        # What is subtracted from codes, to which `least` was added if they have 4 bits. All of it is exact: integers of few bits.
+        offsets = [both(least + 8.0 * (not affine))] * (2 * groups) if kind == "int4" else None
+        added = pairs(others[0]) if affine else None
+        if zeros and not affine:
             offsets = pairs(others[0])
             if kind == "int4":
-                offsets = [arith.addf(zero, both(128.0)) for zero in offsets]
+                offsets = [arith.addf(zero, both(least)) for zero in offsets]
+
+        def weights(value, group):
+            made = arith.mulf(value, spread[group]) if added is None else math.fma(value, spread[group], added[group])
+            if not narrow:
+                return made
+            return arith.truncf(ir.VectorType.get((2,), bf16), arith.extf(ir.VectorType.get((2,), f32), made))
 
         registers = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for s in range(4):
@@ -99,11 +110,11 @@ def unpacker(mosaic, kind, groups, zeros):
                     else:
                         word, shift = vector.extract(loaded[s // 2], [], [2 * (s % 2) + e]), 8 * h
                     if kind == "int4":
-                        code = arith.ori(bits(0x000F000F, right(word, shift)), number(0x43004300))
+                        code = arith.ori(bits(0x000F000F, right(word, shift)), number(large))
                         value = floats(code)
                     elif kind == "int8":
                         code = right(word, shift)
-                        low, high = (arith.ori(bits(mask, code), number(0x43004300)) for mask in (0x007F007F, 0x00800080))
+                        low, high = (arith.ori(bits(mask, code), number(large)) for mask in (0x007F007F, 0x00800080))
                         value = arith.subf(floats(low), floats(high))
                     elif kind == "fp8" and h == 0:
                         value = floats(bits(0x87F087F0, word))
@@ -113,7 +124,7 @@ def unpacker(mosaic, kind, groups, zeros):
                         value = floats(arith.ori(bits(0x80008000, right(word, shift - 12)), bits(0x01C001C0, right(word, shift - 6))))
                     if offsets is not None:
                         value = arith.subf(value, offsets[group])
-                    registers[0, 2 * s + e, 0, 0, h, 0, 0, 0, 0] = arith.mulf(value, spread[group])
+                    registers[0, 2 * s + e, 0, 0, h, 0, 0, 0, 0] = weights(value, group)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return unpack

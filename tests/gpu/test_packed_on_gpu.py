@@ -20,7 +20,7 @@ from pallas_kernels.packed import KINDS, unpack
 pytestmark = pytest.mark.gpu
 AFFINE = ("int4 affine float16", "int8 affine float16")
 # Forms whose scales are not in bfloat16, as checkpoints have them.
-OTHER_SCALES = ("int4 zeros float16", "int8 zeros float16", *AFFINE, "int8 of 16 float16", "fp8 float32", "fp4 float32")
+OTHER_SCALES = ("int4 float16", "int4 zeros float16", "int8 zeros float16", *AFFINE, "int8 of 16 float16", "fp8 float32", "fp4 float32")
 
 
 @pytest.fixture(autouse=True)

@@ -300,7 +300,7 @@ def test_experts_are_packed_both_or_neither():
         moe.experts(normal(1, 64), gate_up, unpack(down), normal(1, 1), np.zeros((1, 1), np.int32))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "fp4"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "fp4", "int4 float16", "int4 affine float16", "int8 of 16 float16"])
 @pytest.mark.parametrize(("name", "rows"), [("31B gate_up", 5), ("31B gate_up", 160), ("31B down", 20), ("26B down", 256)])
 def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
     with device.described_as(H200):
@@ -325,8 +325,9 @@ def test_the_hopper_kernel_lowers_for_cuda_at_real_shapes(name, rows, kind):
         ({"form": "fp4"}, "mosaic"),
         ({"form": "fp4 float32"}, "triton"),
         ({"form": "fp8 float32"}, "triton"),
-        ({"form": "int8 float16"}, "triton"),
-        ({"form": "int8 affine blocks"}, "triton"),
+        ({"form": "int8 float16"}, "mosaic"),
+        ({"form": "int8 affine blocks"}, "mosaic"),
+        ({"form": "fp8 blocks float16"}, "triton"),
         ({"form": "fp4 float32", "gpu": A100}, "triton"),
         ({"name": "E2B per-layer projection"}, "triton"),
         ({"dtype": "float32"}, "triton"),
@@ -357,8 +358,8 @@ def test_auto_takes_the_hopper_kernel_where_it_serves(settings, chosen, monkeypa
         (A100, "int4", 5, "the NVIDIA A100-SXM4-40GB has compute capability 8.0; the kernel needs 9.0"),
         (H200, "int4", 800, "x has 800 rows; the kernel takes at most 256"),
         (H200, "int4 zeros of 16", 5, "16 inputs share a scale and a zero point; the kernel needs 32 or more"),
-        (H200, "int8 affine blocks", 5, "the matrix is affine; the kernel takes zero points"),
-        (H200, "fp8 float32", 5, "x is bfloat16 and the scales are float32; the kernel needs bfloat16"),
+        (H200, "fp8 float32", 5, "x is bfloat16 and the scales are float32; the kernel needs bfloat16, or scales in float16"),
+        (H200, "fp8 blocks float16", 5, "the scales are float16 and the codes are of fp8; the kernel takes them with integers"),
         (H200, "int4 of 8", 5, "8 inputs share a scale; the kernel needs 16 or more"),
     ],
 )
