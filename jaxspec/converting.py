@@ -69,8 +69,8 @@ def convert(
     any name that `load` takes, "same" too; it goes to the folder `drafter` in the destination. The target's image and audio towers go to
     the folders `images` and `audio`, in float; a warning says why one is left out that cannot be read. dtype: of the float weights,
     "float32" or "bfloat16"; "auto" is the target's own, or float32 if that is neither. quantize: "int8", "int4" or "fp8" quantises the
-    target's float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises the
-    token embedding, as `load` does. quantize_drafter: quantises the drafter, as `load` does. mesh: the devices that hold the weights during
+    target's float weights as `load` does; weights that are quantised already stay as they are. quantize_embedding: "int8" quantises
+    embeddings, as `load` does. quantize_drafter: quantises the drafter, as `load` does. mesh: the devices that hold the weights during
     the conversion; None is the default device alone. The result can be loaded onto any mesh. adapter: is merged into the target's weights,
     as `load` does, which are then written without it. revision, token, cache_dir, local_files_only: as for `load`.
 

@@ -114,8 +114,9 @@ def load(
     they are multiplied with stays float, unless quantize_activations says otherwise. None takes the weights as the checkpoint has them,
     which may be quantised already.
 
-    quantize_embedding: "int8" quantises the target's float token embedding, which is its head too, with a scale for each token; alone or
-    beside matrices that are quantised in any way. None takes it as the checkpoint has it.
+    quantize_embedding: "int8" quantises the target's float token embedding, which is its head too, with a scale for each token, and the
+    per-layer embeddings of E2B and E4B, with a scale for 64 numbers; alone or beside matrices that are quantised in any way. None takes
+    them as the checkpoint has them.
 
     quantize_activations: "fp8" rounds what the target's fp8 weights are multiplied with to fp8 too: each row to e4m3 times the least power
     of two by which it fits. It needs such weights, by quantize="fp8" or in the checkpoint; routed experts, routers, embeddings and heads

@@ -235,12 +235,19 @@ def _what_helps(pair: Pair, room: int, placement: Placement, sizes: dict[str, An
             return False
         return True
 
-    if pair.quantisation is None:
-        for kind in ("int8", "int4"):
-            packed = abstract_target(pair.config, pair.dtype, asked_quantisation(pair.config, pair.dtype, kind))
-            if fits(packed, pair.drafter, placement):
-                yield f"quantize={kind!r} (--quantize {kind})"
-                break
+    for matrices, embedding in _fewer_bits(pair.quantisation):
+        try:
+            packed = abstract_target(
+                pair.config, pair.dtype, asked_quantisation(pair.config, pair.dtype, matrices, embedding, found=pair.quantisation)
+            )
+        except ValueError:  # an embedding that is no head
+            continue
+        if fits(packed, pair.drafter, placement):
+            asked = {"quantize": matrices, "quantize_embedding": embedding}
+            asked = {name: kind for name, kind in asked.items() if kind is not None}
+            options = " ".join(f"--{name.replace('_', '-')} {kind}" for name, kind in asked.items())
+            yield f"{' and '.join(f'{name}={kind!r}' for name, kind in asked.items())} ({options})"
+            break
     tensor, data = placement.axes.get("tensor", 1), placement.shards
     for count in (2, 4, 8):
         if count > tensor and fits(pair.target, pair.drafter, abstract_placement_of(f"data={data},tensor={count}")):
@@ -253,6 +260,13 @@ def _what_helps(pair: Pair, room: int, placement: Placement, sizes: dict[str, An
             if weight_count(smaller) < weight_count(pair.target) and fits(smaller, NoDraft(), placement):
                 yield f"a smaller target, such as {name.upper()}" + ("" if kind is None else f" in {kind}")
                 return
+
+
+def _fewer_bits(found: Quantisation | None) -> list[tuple[str | None, str | None]]:
+    """`quantize` and `quantize_embedding` as they would make weights smaller, the least change first. found: how they are quantised."""
+    if found is None or found.dense:
+        return [(kind, embedding) for embedding in (None, "int8") for kind in ("int8", "int4")]
+    return [(None, "int8")] if found.embedding is None else []
 
 
 def _object(drafter: Any, config: TargetConfig) -> Any:

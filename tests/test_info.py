@@ -146,10 +146,17 @@ def test_what_does_not_fit_is_told_what_would_help(capsys):
         "With quantize='int8' (--quantize int8), or tensor=2 (--mesh tensor=2), or a smaller target, such as 26B in int8, it fits\n"
     )
     text = refused(capsys, "31b", "--memory", "23GiB")
-    helps = "With tensor=4 (--mesh tensor=4), or a smaller target, such as 12B in int4, it fits\n"
+    helps = "With quantize='int4' and quantize_embedding='int8' (--quantize int4 --quantize-embedding int8), or "
+    helps += "tensor=4 (--mesh tensor=4), or a smaller target, such as 12B in int4, it fits\n"
     assert "take 57.18 GiB" in text and text.endswith(helps)
+    text = refused(capsys, "e4b", "--memory", "8GB")
+    assert "With quantize='int4' and quantize_embedding='int8' (--quantize int4 --quantize-embedding int8), or tensor=" in text
+    assert "With quantize_embedding='int8' (--quantize-embedding int8), or" in refused(
+        capsys, "e4b", "--memory", "8GB", "--quantize", "int4"
+    )
     text = refused(capsys, "31b", "--memory", "L4", "--quantize", "int4")
-    assert "quantize=" not in text and text.endswith("With tensor=2 (--mesh tensor=2), or a smaller target, such as 12B in int4, it fits\n")
+    helps = "With quantize_embedding='int8' (--quantize-embedding int8), or tensor=2 (--mesh tensor=2), or a smaller target, such as 12B in"
+    assert text.endswith(f"{helps} int4, it fits\n")
     assert refused(capsys, "26b", "--memory", "40GB").endswith("or a smaller target, such as 12B, it fits\n")
     assert refused(capsys, "e2b", "--memory", "1GB").endswith("or XLA_CLIENT_MEM_FRACTION before JAX starts, allows more\n")
     text = refused(capsys, "e2b", "--drafter", "mtp", "--memory", "24GB", "--max-slots", "1000")

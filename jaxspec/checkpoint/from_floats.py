@@ -22,7 +22,9 @@ from pallas_kernels.packed import KINDS, rounded
 
 # Symmetric, as compressed-tensors quantises: 8 bits with one scale for each output, 4 bits with one for 32 inputs.
 GROUPS = {"int8": None, "int4": 32, "fp8": None}
-EMBEDDINGS = ("int8",)  # of these, what a token embedding may have
+EMBEDDINGS = ("int8",)  # of these, what embeddings may have
+# A token's row of the per-layer embeddings has the numbers of all layers; so many share a scale.
+PER_LAYER_GROUP = 64
 # What a scale is of: the largest magnitude of its weights over this.
 STEPS = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}
 # Modules that stay float: routers, gates of attention heads, and what would be unpacked when it is read. What is no matrix, and embedding
@@ -96,17 +98,18 @@ def scale_dtype(checkpoint_dtype: str, dtype: Any) -> str:
 
 
 def with_embedding(found: Quantisation | None, name: str, scale_dtype: str) -> Quantisation:
-    """The same with the float token embedding quantised under a name of EMBEDDINGS. found: how matrices of layers are quantised, or None.
+    """The same with float embeddings quantised under a name of EMBEDDINGS: the token embedding, with a scale for each token, and per-layer
+    embeddings. found: how matrices of layers are quantised, or None.
 
     Raises ValueError for another name."""
     if name not in EMBEDDINGS:
         raise ValueError(
             f"quantize_embedding is {name!r}; available: {', '.join(map(repr, EMBEDDINGS))}, or None for the embedding as it is"
         )
-    format = FromFloats(Scheme(name, GROUPS[name], scale_dtype=scale_dtype))
+    table, per_layer = (FromFloats(Scheme(name, group, scale_dtype=scale_dtype)) for group in (GROUPS[name], PER_LAYER_GROUP))
     if found is None:
-        return Quantisation(f"{name} embedding", lambda module: None, embedding=format)
-    return dataclasses.replace(found, name=f"{found.name}, {name} embedding", embedding=format)
+        return Quantisation(f"{name} embedding", lambda module: None, embedding=table, per_layer=per_layer)
+    return dataclasses.replace(found, name=f"{found.name}, {name} embedding", embedding=table, per_layer=per_layer)
 
 
 def quantise(weights: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:

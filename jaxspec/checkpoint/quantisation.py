@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -30,6 +30,7 @@ class Scheme:
 
 
 EMBEDDING = "embed_tokens"  # the module of the token embedding
+PER_LAYER = "embed_tokens_per_layer"  # and that of the per-layer embeddings, a table that is gathered from alone
 # Matrices whose products take rows as they are whatever their own kind is: routed experts, routers, embeddings and heads.
 AS_THEY_ARE = re.compile(rf"\bexperts\.|\brouter\.|\bmoe\.gate\.|{EMBEDDING}|\blm_head\b")
 
@@ -82,13 +83,14 @@ class Quantisation:
     # By layer, what its keys and its values are divided by in a cache of float8; layers that the file says nothing of are not in it.
     kv_scales: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
     embedding: Format | None = None  # of the token embedding, which is the head too, or None where it is float
+    per_layer: Format | None = None  # of the per-layer embeddings, the same
     inputs: str | None = None  # what rows of products with matrices of this kind are rounded to: see `packed.Packed`
     dense: bool = False  # whether a config says that all weights are float, as one for the cache alone does
     converted: bool = False  # whether matrices lie in the checkpoint as they do in memory
 
     def format_for(self, name: str) -> Format | None:
-        """The format of a module, the token embedding among them, or None where it has float weights."""
-        return self.embedding if name.endswith(EMBEDDING) else self.format_of(name)
+        """The format of a module, embeddings among them, or None where it has float weights."""
+        return self.embedding if name.endswith(EMBEDDING) else self.per_layer if name.endswith(PER_LAYER) else self.format_of(name)
 
     def scheme_of(self, name: str) -> Scheme | None:
         """See `SchemeOf`."""
@@ -99,12 +101,13 @@ class Quantisation:
         """A tree of ShapeDtypeStructs as `with_packed` makes it. Those of UNPACKED are packed too where a converted checkpoint has them so,
         and where rows of their products are to be rounded. prefix and errors: as there."""
         unpacked = not self.converted and self.inputs is None
-        return with_packed(tree, self.scheme_of, prefix, embedding=self.embedding is not None, unpacked=unpacked)
+        tables = [name for name, form in ((EMBEDDING, self.embedding), (PER_LAYER, self.per_layer)) if form is not None]
+        return with_packed(tree, self.scheme_of, prefix, tables=tables, unpacked=unpacked)
 
 
-def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: bool = False, unpacked: bool = True) -> Any:
+def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, tables: Sequence[str] = (), unpacked: bool = True) -> Any:
     """A tree of ShapeDtypeStructs with a `Packed` in place of every matrix that is quantised. prefix: stands before our paths in the
-    names that scheme_of takes. embedding: whether scheme_of is asked for token embeddings too. unpacked: whether those of UNPACKED stay,
+    names that scheme_of takes. tables: the modules of embeddings that scheme_of is asked for too. unpacked: whether those of UNPACKED stay,
     if their dtype holds the numbers that they stand for.
 
     Other embedding tables and vectors stay. Raises ValueError if the parts of a fused matrix have different schemes.
@@ -114,7 +117,7 @@ def with_packed(tree: Any, scheme_of: SchemeOf, prefix: str = "", *, embedding: 
 
     def changed(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        is_table = EMBEDDING in name and not (embedding and name.endswith(f"{EMBEDDING}.weight"))
+        is_table = EMBEDDING in name and not name.removesuffix(".weight").endswith(tuple(tables))
         if len(leaf.shape) < 2 or is_table or "norm" in name:
             return leaf
         # The last way names every module by itself.

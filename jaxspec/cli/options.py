@@ -60,7 +60,7 @@ def model_options(hub: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def add_quantize(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say how float weights are quantised as they are read."""
     parser.add_argument("--quantize", metavar="KIND", help="quantise the target's float weights: int8, int4 or fp8 (default: as they are)")
-    text = "quantise the target's token embedding, which is its head too: int8 (default: as it is)"
+    text = "quantise the target's embeddings, of which one is its head too: int8 (default: as they are)"
     parser.add_argument("--quantize-embedding", metavar="KIND", help=text)
     text = "quantise the drafter's float weights: int8, int4 or fp8 (default: as they are)"
     parser.add_argument("--quantize-drafter", metavar="KIND", help=text)

@@ -30,6 +30,7 @@ from jaxspec.sharding.placement import abstract_placement_of
 from jaxspec.targets import max_len_of
 from jaxspec.trees import bytes_per_device, leaves_by_path, nbytes, packed_kinds, weight_count
 from jaxspec.vision import Images
+from pallas_kernels.packed import Packed
 
 LENGTHS = tuple(1024 * 4**i for i in range(6))
 OFFERED_LEN = 4096  # tokens of a sequence at most, in the table of what fits a card
@@ -245,4 +246,5 @@ def kv_bytes_per_token(config: TargetConfig, kind: str, itemsize: int) -> int:
 
 
 def _embeddings(tree: Any) -> int:
-    return sum(leaf.size for path, leaf in leaves_by_path(tree).items() if path.startswith("embed_tokens_per_layer."))
+    leaves = leaves_by_path(tree, whole=(Packed,))
+    return sum(leaf.size for path, leaf in leaves.items() if path.startswith("embed_tokens_per_layer."))

@@ -120,7 +120,7 @@ class Gemma4:
         shape = (*ids.shape, self.config.num_hidden_layers, self.config.hidden_size_per_layer_input)
         context = times(self.per_layer_model_projection(embedded, implementation=implementation), self.config.hidden_size**-0.5)
         context = self.per_layer_projection_norm(context.reshape(shape))
-        return times(context + self.embed_tokens_per_layer(ids).reshape(shape), 2.0**-0.5)
+        return times(context + self.embed_tokens_per_layer(ids, context.dtype).reshape(shape), 2.0**-0.5)
 
     def __call__(
         self, rows: Rows, cache: PagedKV | None, *, taps: tuple[int, ...] = (), wanted: Wanted = "all", attention: str = "auto"

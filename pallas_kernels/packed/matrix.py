@@ -290,10 +290,10 @@ def unpack(packed: Packed, dtype: Any = None) -> jax.Array:
 
 
 def unpack_rows(packed: Packed, rows: jax.Array, dtype: Any = None) -> jax.Array:
-    """Some rows of a matrix [O, I] of 8-bit codes with one scale an output and no zeros: as `unpack` gives them, without the others.
+    """Some rows of a matrix [O, I] of 8-bit codes without zeros: as `unpack` gives them, without the others.
 
     rows: [...] int32, each 0 .. O - 1. Returns [..., I]."""
-    assert KINDS[packed.kind].bits == 8 and packed.over == 1 and packed.groups is None and packed.zero is None
+    assert KINDS[packed.kind].bits == 8 and packed.over == 1 and packed.zero is None
     block, row = rows // BLOCK, rows % BLOCK
     lane, h = row // 16 * 8 + row % 8, row // 8 % 2
     words = _bytes(packed)[block, :, :, lane]  # [..., I / 64, slabs, 16]
@@ -301,8 +301,11 @@ def unpack_rows(packed: Packed, rows: jax.Array, dtype: Any = None) -> jax.Array
     # The axes c, s, e, b of a word's place and its bytes.
     fine = fields.reshape(*fields.shape[:-2], 4, 2, 2, 2)
     codes = jnp.moveaxis(fine, -4, -2).reshape(*rows.shape, -1).astype(jnp.uint8)
-    scale = packed.scale[block, 0, lane, h]
-    weights = rounded(values_of(codes, packed.kind) * scale.astype(jnp.float32)[..., None], packed.scale.dtype)
+    scale = packed.scale[block, :, lane].astype(jnp.float32)  # [..., I / 64 or 1, 2 G]
+    scale = jnp.where(h[..., None, None] == 0, scale[..., 0::2], scale[..., 1::2]).reshape(*rows.shape, -1)
+    if packed.groups is not None:
+        scale = jnp.repeat(scale, BLOCK // packed.groups, axis=-1)
+    weights = rounded(values_of(codes, packed.kind) * scale, packed.scale.dtype)
     return weights[..., : packed.shape[-1]].astype(dtype or packed.scale.dtype)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspec.checkpoint.formats.matrices import SCALE_NAMES
 from jaxspec.checkpoint.layout import layouts_of
-from jaxspec.checkpoint.quantisation import EMBEDDING, Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.quantisation import EMBEDDING, PER_LAYER, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import Stored
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import KINDS, Packed
@@ -61,7 +61,7 @@ def read(about: Mapping[str, Any]) -> Quantisation:
         if not (scheme.group is None or type(scheme.group) is int and scheme.group > 0) or scheme.scale_dtype not in SCALE_NAMES:
             raise ValueError(f"it has groups of {scheme.group!r} with scales in {scheme.scale_dtype!r}")
     modules = {name: formats[index] for name, index in about["modules"].items()}
-    embedding = next((form for name, form in modules.items() if name.endswith(EMBEDDING)), None)
+    tables = [next((form for name, form in modules.items() if name.endswith(table)), None) for table in (EMBEDDING, PER_LAYER)]
     scales = {int(layer): (keys, values) for layer, (keys, values) in about["kv_scales"].items()}
-    held = (lambda name: modules.get(EXPERT.sub("experts.*.", name)), scales, embedding)
+    held = (lambda name: modules.get(EXPERT.sub("experts.*.", name)), scales, *tables)
     return Quantisation(about["name"], *held, dense=not modules, converted=True)
