@@ -7,6 +7,7 @@ different outputs; with few, they share outputs and divide the sums. The first w
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ MOST_SPLITS = 8
 START = 3  # the time of a program's start and end, in units of the time for a step
 PROGRAMS = dialect.MULTIPROCESSORS
 JOINING = 4  # the time that it takes to join the parts of two programs, in the same units
-JOINED_ROWS = 9, 40  # from so many rows to so many programs may have equal parts of all steps
+JOINED_ROWS = 40  # up to so many rows programs may have equal parts of all steps
 READ = 1 / 30_000  # microseconds for a byte, of one of 132 multiprocessors that all read
 MULTIPLY = 1.1e-3  # microseconds for the product of a row and a block
 
@@ -86,7 +87,7 @@ def choose_tiles(
             return []
         flying = 0 if operands < 2 else 1 if padded > 64 else 4
         found = [Tiles(1, wide, deep, step, stages, count, flying) for count in counts]
-        if JOINED_ROWS[0] <= padded <= JOINED_ROWS[1] and joins(pl.cdiv(outputs // BLOCK, wide), blocks // step):
+        if padded <= JOINED_ROWS and joins(pl.cdiv(outputs // BLOCK, wide), blocks // step):
             found.append(dataclasses.replace(found[0], joined=True))
         return found
 
@@ -112,7 +113,10 @@ def choose_tiles(
     else:
         # Two blocks of outputs halve what is read of x, but give each program less than two tiles. Codes of 8 bits are unpacked by two
         # warpgroups as fast as they are read, and two have the registers for more rows.
-        if joined := [tiles for tiles in fitting(2, 1 if bits == 8 and padded > 24 else 2, 2) if tiles.joined]:
+        joined = [tiles for tiles in fitting(2, 1 if bits == 8 and padded > 24 else 2, 2) if tiles.joined]
+        # Of 8 rows and codes of 8 bits, joining costs a little, and pays where many programs would have nothing to do in the end.
+        waves = outputs / BLOCK / PROGRAMS
+        if joined and (padded > 8 or bits == 4 or waves < 0.8 * math.ceil(waves)):
             return joined[0]
         # Four that share sums lack the registers to put codes in order.
         shapes = ((1, 4, 4), (1, 3, 3), (1, 2, 2), (1, 1, 1))[codes:] if padded <= 40 else ((1, 2, 2), (1, 1, 1))

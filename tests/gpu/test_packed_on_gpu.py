@@ -92,7 +92,7 @@ def test_the_kernel_of_this_gpu_multiplies_with_unpacked_weights(form, rows):
         assert largest_gap(found, wanted) <= limit, shape
 
 
-@pytest.mark.parametrize("rows", [9, 40])
+@pytest.mark.parametrize("rows", [5, 9, 40])
 @pytest.mark.parametrize("form", ["int4", "int4 zeros", "int8", "fp8"])
 def test_programs_that_share_a_tile_add_their_sums(form, rows):
     """Enough outputs for more than one tile a program, but not for two. Calls that follow one another wait for their own parts."""
