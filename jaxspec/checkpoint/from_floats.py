@@ -109,6 +109,7 @@ def with_embedding(found: Quantisation | None, name: str, scale_dtype: str) -> Q
     table, per_layer = (FromFloats(Scheme(name, group, scale_dtype=scale_dtype)) for group in (GROUPS[name], PER_LAYER_GROUP))
     if found is None:
         return Quantisation(f"{name} embedding", lambda module: None, embedding=table, per_layer=per_layer)
+    per_layer = found.per_layer or per_layer  # which some files hold quantised
     return dataclasses.replace(found, name=f"{found.name}, {name} embedding", embedding=table, per_layer=per_layer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -277,23 +278,15 @@ def values_of(codes: jax.Array, kind: str) -> jax.Array:
 
 def unpack(packed: Packed, dtype: Any = None) -> jax.Array:
     """The weights [*out, *in], in the scale's dtype or cast to `dtype`."""
-    values = values_of(codes_of(packed), packed.kind)
-    scale, dtype = numbers_of(packed, packed.scale).astype(jnp.float32), dtype or packed.scale.dtype
-    zero = None if packed.zero is None else numbers_of(packed, packed.zero).astype(jnp.float32)
-    if packed.affine:
-        assert zero is not None
-        weights = multiply_add(values, scale, zero, packed.scale.dtype)
-    else:
-        weights = (values - (KINDS[packed.kind].offset if zero is None else zero)) * scale
-    weights = rounded(weights, packed.scale.dtype)
-    return weights[tuple(slice(0, size) for size in packed.shape)].astype(dtype)
+    weights = _weights(packed, codes_of(packed), lambda numbers: numbers_of(packed, numbers).astype(jnp.float32))
+    return weights[tuple(slice(0, size) for size in packed.shape)].astype(dtype or packed.scale.dtype)
 
 
 def unpack_rows(packed: Packed, rows: jax.Array, dtype: Any = None) -> jax.Array:
-    """Some rows of a matrix [O, I] of 8-bit codes without zeros: as `unpack` gives them, without the others.
+    """Some rows of a matrix [O, I] of 8-bit codes: as `unpack` gives them, without the others.
 
     rows: [...] int32, each 0 .. O - 1. Returns [..., I]."""
-    assert KINDS[packed.kind].bits == 8 and packed.over == 1 and packed.zero is None
+    assert KINDS[packed.kind].bits == 8 and packed.over == 1
     block, row = rows // BLOCK, rows % BLOCK
     lane, h = row // 16 * 8 + row % 8, row // 8 % 2
     words = _bytes(packed)[block, :, :, lane]  # [..., I / 64, slabs, 16]
@@ -301,12 +294,26 @@ def unpack_rows(packed: Packed, rows: jax.Array, dtype: Any = None) -> jax.Array
     # The axes c, s, e, b of a word's place and its bytes.
     fine = fields.reshape(*fields.shape[:-2], 4, 2, 2, 2)
     codes = jnp.moveaxis(fine, -4, -2).reshape(*rows.shape, -1).astype(jnp.uint8)
-    scale = packed.scale[block, :, lane].astype(jnp.float32)  # [..., I / 64 or 1, 2 G]
-    scale = jnp.where(h[..., None, None] == 0, scale[..., 0::2], scale[..., 1::2]).reshape(*rows.shape, -1)
-    if packed.groups is not None:
-        scale = jnp.repeat(scale, BLOCK // packed.groups, axis=-1)
-    weights = rounded(values_of(codes, packed.kind) * scale, packed.scale.dtype)
+
+    def of_rows(numbers: jax.Array) -> jax.Array:
+        found = numbers[block, :, lane].astype(jnp.float32)  # [..., I / 64 or 1, 2 G]
+        found = jnp.where(h[..., None, None] == 0, found[..., 0::2], found[..., 1::2]).reshape(*rows.shape, -1)
+        return found if packed.groups is None else jnp.repeat(found, BLOCK // packed.groups, axis=-1)
+
+    weights = _weights(packed, codes, of_rows)
     return weights[..., : packed.shape[-1]].astype(dtype or packed.scale.dtype)
+
+
+def _weights(packed: Packed, codes: jax.Array, spread: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """What codes mean, float32 rounded to the scale's dtype. spread: from scales or zeros to one for each of these codes, float32."""
+    values, scale = values_of(codes, packed.kind), spread(packed.scale)
+    zero = None if packed.zero is None else spread(packed.zero)
+    if packed.affine:
+        assert zero is not None
+        weights = multiply_add(values, scale, zero, packed.scale.dtype)
+    else:
+        weights = (values - (KINDS[packed.kind].offset if zero is None else zero)) * scale
+    return rounded(weights, packed.scale.dtype)
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -83,7 +83,7 @@ def rounded(kind, data, shape):
     return values.astype(np.float16).astype(np.float32).reshape(shape)
 
 
-def means(held, member, floats=("embed_tokens",)):
+def means(held, member, floats=("embed_tokens.weight",)):
     """By key, what a file's tensors mean."""
     return {
         key: files.meant(kind, data)
@@ -181,7 +181,7 @@ def test_matrices_of_one_leaf_share_the_wider_scheme(tmp_path):
 def test_a_leaf_with_a_float_matrix_is_float(tmp_path):
     held = write(tmp_path / "a.gguf", "31B", lambda key: "F16" if "k_proj" in key else "Q8_0")
     found = load(tmp_path / "a.gguf")
-    assert_same(found, plain(tmp_path / "plain", "31B", means(held, "31B", ("embed_tokens", "q_proj", "v_proj"))))
+    assert_same(found, plain(tmp_path / "plain", "31B", means(held, "31B", ("embed_tokens.weight", "q_proj", "v_proj"))))
     assert not any("qkv" in path for path in kinds(found)) and any("gate_up" in path for path in kinds(found))
 
 

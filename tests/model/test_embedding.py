@@ -16,7 +16,7 @@ IDS = jnp.asarray([[0, 7, 8, 15], [16, 63, 64, 99]], jnp.int32)
 
 
 @pytest.mark.parametrize("width", [64, 96])
-@pytest.mark.parametrize("form", ["int8", "fp8", "int8 of 16", "fp8 blocks", "fp8 of 32"])
+@pytest.mark.parametrize("form", ["int8", "fp8", "int8 of 16", "fp8 blocks", "fp8 of 32", "int8 zeros", "int8 affine float16"])
 def test_rows_are_those_of_the_dequantised_table(form, width):
     """Also of a vocabulary and a width that are no whole blocks. Ids past the end take the last row, as with a float table."""
     table = packed_matrices.packed(form, (100, width))

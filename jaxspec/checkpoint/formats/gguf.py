@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxspec.checkpoint.formats.rules import names_of
 from jaxspec.checkpoint.gguf.blocks import BY_NAME, Blocks, Kind
 from jaxspec.checkpoint.gguf.folder import beside
-from jaxspec.checkpoint.quantisation import Format, Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.quantisation import PER_LAYER, Format, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import Stored
 
 # llama.cpp multiplies a scale of 16 bits with one of 6 in float32. Here the product is rounded to the dtype of the first.
 SCALES = "float16"
+AT_ONCE = 1 << 24  # weights that are read at a time
 OFFSET = 8  # what is added to symmetric codes of 4 bits, so that they are not negative
 TYPES = tuple(name for name, kind in BY_NAME.items() if kind.numbers is not None)
 
@@ -31,27 +33,33 @@ class InBlocks:
         return {key: Wanted(shape, TYPES)}
 
     def read(self, key: str, shape: tuple[int, ...], tensors: Mapping[str, Stored]) -> Matrix:
-        held = tensors[key]
-        assert isinstance(held, Blocks) and self.scheme.group is not None
-        codes, scale, least = held.numbers()
-        if self.scheme.kind == "int4" and not held.kind.has_least:
-            codes = codes + np.int8(OFFSET)
-        scale = self._of_groups(scale, held.kind, shape)
-        zero = None
-        if self.scheme.affine and least is not None:
-            zero = self._of_groups(least, held.kind, shape)
-        elif self.scheme.affine:
-            zero = -OFFSET * scale if self.scheme.kind == "int4" else np.zeros_like(scale)
+        held, count, width = tensors[key], math.prod(shape[:-1]), shape[-1]
+        assert self.scheme.group is not None
+        codes = np.empty((count, width), np.uint8)
+        scale = np.empty((count, width // self.scheme.group), SCALES)
+        zero = np.empty_like(scale) if self.scheme.affine else None
+        at_once = max(1, AT_ONCE // width)
+        for start in range(0, count, at_once):  # few, so that what comes up on the way is small
+            rows = held.rows((count, width), start, min(start + at_once, count))
+            assert isinstance(rows, Blocks)
+            self._read_rows(rows, *(None if x is None else x[start : start + at_once] for x in (codes, scale, zero)))
         if zero is not None and not np.isfinite(zero).all():
             raise ValueError(f"{key}: its least numbers are not all finite in {SCALES}")
-        return Matrix(codes.view(np.uint8).reshape(shape), scale, zero)
+        lead = shape[:-1]
+        return Matrix(codes.reshape(shape), scale.reshape(*lead, -1), None if zero is None else zero.reshape(*lead, -1))
 
-    def _of_groups(self, numbers: np.ndarray, kind: Kind, shape: tuple[int, ...]) -> np.ndarray:
-        """Numbers of groups of the type, [blocks, groups], for each group of the scheme: [..., out, groups]."""
-        assert self.scheme.group is not None
+    def _read_rows(self, held: Blocks, codes: Any, scale: Any, zero: Any) -> None:
+        """Reads some rows into arrays [rows, in], and of scales and least numbers [rows, groups]."""
+        own, scales, leasts = held.numbers()
+        symmetric = self.scheme.kind == "int4" and not held.kind.has_least
+        codes[:] = (own + np.int8(OFFSET) if symmetric else own).view(np.uint8).reshape(codes.shape)
+        again = scale.size // scales.size  # groups of the scheme in one of the type
         with np.errstate(over="ignore"):  # whoever takes them looks for infinite ones
-            rounded = numbers.astype(SCALES).reshape(*shape[:-1], -1)
-        return np.repeat(rounded, kind.group // self.scheme.group, axis=-1)
+            scale[:] = np.repeat(scales.astype(SCALES), again, axis=-1).reshape(scale.shape)
+            if leasts is not None:
+                zero[:] = np.repeat(leasts.astype(SCALES), again, axis=-1).reshape(scale.shape)
+            elif zero is not None:
+                zero[:] = -OFFSET * scale if symmetric else 0
 
 
 def read(stored: Mapping[str, Stored]) -> Quantisation | None:
@@ -65,14 +73,16 @@ def read(stored: Mapping[str, Stored]) -> Quantisation | None:
         key = next((key for one in names_of(name) for key in (f"{one}.weight", one) if key in types), None)
         return None if key is None else InBlocks(scheme_for([types[other] for other in beside(key, types)]))
 
+    table = types.get(f"model.{PER_LAYER}.weight")
     weights = dict.fromkeys((kind.name for kind in types.values()), 0)
     for key, kind in types.items():
         weights[kind.name] += math.prod(stored[key].shape)
-    return Quantisation(f"GGUF of {' and '.join(sorted(weights, key=lambda name: -weights[name]))}", format_of)
+    name = " and ".join(sorted(weights, key=lambda name: -weights[name]))
+    return Quantisation(f"GGUF of {name}", format_of, per_layer=table and InBlocks(scheme_for([table], gathered=True)))
 
 
-def scheme_for(kinds: list[Kind]) -> Scheme:
-    """The scheme that holds the numbers of all these types."""
-    bits, group = max(kind.bits for kind in kinds), math.gcd(*(kind.group for kind in kinds))
+def scheme_for(kinds: list[Kind], *, gathered: bool = False) -> Scheme:
+    """The scheme that holds the numbers of all these types. gathered: whether rows are, which then have 8 bits."""
+    bits, group = 8 if gathered else max(kind.bits for kind in kinds), math.gcd(*(kind.group for kind in kinds))
     least = any(kind.has_least for kind in kinds)
     return Scheme(f"int{bits}", group, zeros=least, scale_dtype=SCALES, affine=least)

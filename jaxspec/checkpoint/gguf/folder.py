@@ -20,7 +20,7 @@ from jaxspec.checkpoint.safetensors import Stored
 from jaxspec.checks import cache_folder
 
 VERSION = 1  # of what is written into a folder
-TABLE = "embed_tokens"  # in the names of what is read by rows, and so is float
+TABLE = "model.embed_tokens.weight"  # which is the head too, and read as floats
 # Matrices that share a leaf: where one of them is float, all are read so.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -76,7 +76,7 @@ def read_model(file: Path) -> dict[str, Stored]:
     """The tensors of a model, of which `file` is a part, by their names in Hugging Face's layout, unread. Tensors of blocks that are read
     as floats are so here: tables, and matrices that share a leaf with a float one."""
     found = renamed(read_tensors(parts_of(file)))
-    floats = {key for key, tensor in found.items() if isinstance(tensor, Blocks) and (TABLE in key or _has_float(key, found))}
+    floats = {key for key, tensor in found.items() if isinstance(tensor, Blocks) and (key == TABLE or _has_float(key, found))}
     return {key: Floats.of(tensor) if key in floats and isinstance(tensor, Blocks) else tensor for key, tensor in found.items()}
 
 
