@@ -40,7 +40,7 @@ def save_tokenizer(file: Path, contents: Contents, folder: Path) -> None:
     made: Any = GemmaTokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
         merges=pairs,
-        add_bos_token=False,  # as the releases have it: their chat template writes it
+        add_bos_token=found.get("tokenizer.ggml.add_bos_token", True) is True,
         **{name: token for name, token in names.items() if token is not None},
     )
     kinds = found.get("tokenizer.ggml.token_type") or [0] * len(tokens)
