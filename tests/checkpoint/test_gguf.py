@@ -301,6 +301,15 @@ def test_the_folder_is_made_once_for_a_file(tmp_path):
     assert again != folder and checkpoint.read_config(again)["num_hidden_layers"] == config_of("12B")["num_hidden_layers"]
 
 
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    held = write(tmp_path / "a.gguf")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAXSPEC_CACHE_DIR", str(tmp_path / "file"))
+    folder = checkpoint.resolve(tmp_path / "a.gguf")
+    assert folder == checkpoint.resolve(tmp_path / "a.gguf") and (folder / "a.gguf").resolve() == tmp_path / "a.gguf"
+    assert_same(load(tmp_path / "a.gguf"), plain(tmp_path / "plain", "31B", means(held, "31B")))
+
+
 def damaged(name, tmp_path):
     file = tmp_path / "a.gguf"
     write(file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import os
 import shutil
@@ -35,27 +35,38 @@ def model_in(folder: Path) -> Path | None:
 
 def folder_of(file: Path) -> Path:
     """A folder with the config and the tokenizer of a model's file, and links to it and its other parts. It is kept with the compiled
-    programs, for the next time. Raises ValueError for a file that is damaged or holds a model that is not served."""
+    programs for the next time, if that place can be written to. Raises ValueError for a file that is damaged or holds a model that is not
+    served."""
     parts = [part.absolute() for part in parts_of(file)]
     stats = [part.stat() for part in parts]
     about = [VERSION, *((str(part), stat.st_size, stat.st_mtime_ns) for part, stat in zip(parts, stats, strict=True))]
-    folder = _root() / f"{stem_of(file.name)}-{zlib.crc32(repr(about).encode()):08x}"
-    if folder.is_dir():
-        return folder
-    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    name = f"{stem_of(file.name)}-{zlib.crc32(repr(about).encode()):08x}"
+    kept = cache_folder() / "gguf" / name
+    if kept.is_dir():
+        return kept
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=kept.parent))
+    except OSError:
+        kept = Path(_of_this_process().name) / name
+        if kept.is_dir():
+            return kept
+        made = Path(tempfile.mkdtemp(dir=kept.parent))
     try:
         _fill(made, parts)
-        with contextlib.suppress(OSError):  # another process was first
-            made.rename(folder)
+        try:
+            made.rename(kept)
+        except OSError:
+            if not kept.is_dir():  # else another process was first
+                raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return folder
+    return kept
 
 
-def _root() -> Path:
-    root = cache_folder() / "gguf"
-    root.mkdir(parents=True, exist_ok=True)
-    return root
+@functools.cache
+def _of_this_process() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="jaxspec-")
 
 
 def _fill(folder: Path, parts: list[Path]) -> None:

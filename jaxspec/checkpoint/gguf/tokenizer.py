@@ -7,6 +7,7 @@ Source: llama.cpp's `conversion/gemma.py` (`Gemma4Model.set_vocab`), which write
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ def save_tokenizer(file: Path, contents: Contents, folder: Path) -> None:
             f"{file} has {held}; expected {MODELS[0]!r} with its tokens and merges. Put the file into a folder with the config.json and "
             "the tokenizer's files of the model that it was made from"
         )
+    try:
+        _made(found, tokens, merges).save_pretrained(folder)
+    except Exception as error:  # the parser raises many types, even bare Exception
+        raise ValueError(f"{file} is damaged: its tokenizer cannot be made: {error}") from error
+
+
+def _made(found: Mapping[str, Any], tokens: list[str], merges: list[str]) -> Any:
     from tokenizers import AddedToken
     from transformers import GemmaTokenizer
 
     pairs: Any = [tuple(merge.split(" ", 1)) for merge in merges]
-    if broken := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
-        raise ValueError(f"{file} is damaged: the merge {broken!r} is not of two tokens")
     names: dict[str, Any] = {name: _token(tokens, found.get(f"tokenizer.ggml.{key}_token_id")) for name, key in SPECIAL.items()}
     made: Any = GemmaTokenizer(
         vocab={token: index for index, token in enumerate(tokens)},
@@ -53,7 +59,7 @@ def save_tokenizer(file: Path, contents: Contents, folder: Path) -> None:
     made.add_tokens(texts)
     made.add_tokens(marks, special_tokens=True)
     made.chat_template = found.get("tokenizer.chat_template")
-    made.save_pretrained(folder)
+    return made
 
 
 def _token(tokens: list[str], index: Any) -> str | None:
