@@ -126,7 +126,14 @@ def test_matrices_of_other_kinds_take_rows_as_they_are(tmp_path):
     found = inputs(target)
     kept = {path for path, rounded in found.items() if rounded is None}
     assert {path.rpartition("layers.")[2].lstrip("01.") for path in kept} == {
-        *("embed_tokens.weight", "self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+        *(
+            "embed_tokens.weight",
+            "embed_tokens_per_layer.weight",
+            "self_attn.qkv_proj.weight",
+            "self_attn.o_proj.weight",
+            "experts.gate_up_proj",
+            "experts.down_proj",
+        )
     }
     rounded = {f"layers.1.{name}.weight" for name in ("mlp.gate_up_proj", "per_layer_input_gate", "per_layer_projection")}
     assert rounded | {"per_layer_model_projection.weight"} < found.keys() - kept
