@@ -180,18 +180,16 @@ def _why_no_hub(hub: Hub, error: Exception) -> str:
 
 
 def _listed(model: str, hub: Hub) -> list[str]:
-    """The names of a model's files on the hub, or of those in its cache; none if it does not say."""
+    """The names of a model's files on the hub, or where that says nothing of those in its cache."""
     import huggingface_hub
 
-    if hub.local_files_only:
-        with contextlib.suppress(FileNotFoundError):
-            folder = _fetched(model, hub, [], [])
-            return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        return []
-    try:
-        return huggingface_hub.HfApi(token=hub.token).list_repo_files(model, revision=hub.revision)
-    except (OSError, ValueError):
-        return []
+    if not hub.local_files_only:
+        with contextlib.suppress(OSError, ValueError):
+            return huggingface_hub.HfApi(token=hub.token).list_repo_files(model, revision=hub.revision)
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        folder = _fetched(model, dataclasses.replace(hub, local_files_only=True), [], [])
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return []
 
 
 def bundled() -> dict[str, Path]:

@@ -351,13 +351,37 @@ def test_what_is_refused(name, message, tmp_path):
         load(damaged(name, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_count", None, "has gemma4.block_count None; expected a whole number"),
+        ("attention.sliding_window_pattern", 6, "has gemma4.attention.sliding_window_pattern .*; expected a flag for each of 6 layers"),
+        ("feed_forward_length", [256, 512, 256, 256, 256, 256], "expected one width, twice as wide in layers that share K and V"),
+        ("attention.head_count_kv", [4, 2, 2, 4, 4, 2], "expected one value for all layers of sliding_attention"),
+        ("rope.freq_base", "x", "has gemma4.rope.freq_base 'x'; expected a number"),
+        ("attention.key_length", 48, "self_attn.q_proj.weight: found"),
+    ],
+)
+def test_metadata_that_cannot_be(key, value, message, tmp_path):
+    def change(writer):
+        writer.kv_data[0].pop(f"gemma4.{key}")
+        if value is not None:
+            kind = library.GGUFValueType.get_type(value)
+            sub_type = library.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
+            writer.add_key_value(f"gemma4.{key}", value, kind, sub_type)
+
+    write(tmp_path / "a.gguf", change=change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "a.gguf")
+
+
 def test_missing_and_unknown_tensors_are_named(tmp_path):
     write(tmp_path / "a.gguf", change=lambda writer: writer.add_tensor("blk.0.other.weight", np.ones(4, np.float32)))
     with pytest.raises(ValueError, match=r"blk.0.other.weight: unknown, found F32 \[4\]"):
         load(tmp_path / "a.gguf")
 
 
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("local", [False, True, None])  # None: no hub answers
 def test_a_file_of_the_hub(local, tmp_path, monkeypatch):
     held = write(tmp_path / "hub" / "Q4" / "e-Q4_0.gguf")
     (tmp_path / "hub" / "e-Q8_0.gguf").touch()
@@ -367,10 +391,14 @@ def test_a_file_of_the_hub(local, tmp_path, monkeypatch):
         fetched.append((name, allow_patterns, ignore_patterns, settings))
         return str(tmp_path / "hub")
 
-    files_there = lambda self, name, revision: ["e-Q8_0.gguf", "Q4/e-Q4_0.gguf"]  # noqa: E731
+    def files_there(self, name, revision):
+        if local is None:
+            raise OSError("no network")
+        return ["e-Q8_0.gguf", "Q4/e-Q4_0.gguf"]
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", files_there)
-    hub = Hub(local_files_only=local)
+    hub = Hub(local_files_only=bool(local))
     folder = checkpoint.resolve("unsloth/e-GGUF@v1:q4_0", hub)
     more = {"local_files_only": True} if local else {}
     assert fetched[-1] == ("unsloth/e-GGUF", ["Q4/e-Q4_0.gguf"], [], {"revision": "v1", **more})

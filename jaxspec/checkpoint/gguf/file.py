@@ -119,7 +119,7 @@ def read(file: Path, *, strings: bool = True) -> Contents:
             raise ValueError(f"{file} is no GGUF file: it begins with {data[:4]!r}, expected {MAGIC!r}{pointer}")
         try:
             return _Reader(file, data).contents(strings)
-        except (struct.error, UnicodeDecodeError, OverflowError, LookupError) as error:
+        except (struct.error, UnicodeDecodeError, OverflowError, LookupError, RecursionError) as error:
             raise ValueError(f"{file} is truncated or damaged: {error}") from error
 
 

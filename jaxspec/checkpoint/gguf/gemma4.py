@@ -27,6 +27,8 @@ def config_of(file: Path, contents: Contents) -> dict[str, Any]:
     count = read.integer("block_count")
     heads, shared = read.integer("attention.head_count"), read.integer("attention.shared_kv_layers", 0)
     sliding = read.by_layer("attention.sliding_window_pattern", count)
+    if not all(isinstance(each, bool) for each in sliding):
+        raise ValueError(f"{file} has {read.key('attention.sliding_window_pattern')} {sliding}; expected a flag for each of {count} layers")
     kinds = [SLIDING if each else FULL for each in sliding]
     kv_heads, widths = read.by_layer("attention.head_count_kv", count), read.by_layer("feed_forward_length", count)
     owned = count - shared
