@@ -13,9 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+
+from jaxspec import targets
+from pallas_kernels.packed import Packed, unpack
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -208,3 +213,16 @@ def compressed(named: str, **weights: Any) -> dict[str, Any]:
         "ignore": IGNORED,
         "kv_cache_scheme": None,
     }
+
+
+def load(folder: Path, dtype: Any = jnp.float32, **asked: Any) -> Any:
+    """The target in a folder, with weights of this dtype. asked: `quantize` and the like."""
+    config, _ = targets.read_target(folder)
+    quantisation = targets.quantisation_of(folder, config, dtype, **asked)
+    return targets.load_target(folder, targets.abstract_target(config, dtype, quantisation), quantisation, progress=False)
+
+
+@jax.jit
+def unpacked(tree: Any) -> Any:
+    """A tree with every Packed as the array that it means, in float32."""
+    return jax.tree.map(lambda x: unpack(x, jnp.float32) if isinstance(x, Packed) else x, tree, is_leaf=lambda x: isinstance(x, Packed))

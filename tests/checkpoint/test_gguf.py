@@ -7,24 +7,24 @@ import shutil
 import gguf as library
 import gguf_files as files
 import huggingface_hub
-import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import quantised_files
 import real_configs
 import small_tokenizers
+from quantised_files import unpacked
 from safetensors.numpy import load_file, save_file
 
 import jaxspec.vllm
-from jaxspec import SamplingParams, checkpoint, cli, comparing, targets
+from jaxspec import SamplingParams, checkpoint, cli, comparing
 from jaxspec.checkpoint import gguf
 from jaxspec.checkpoint.gguf import blocks, gemma4
 from jaxspec.checkpoint.gguf.file import Contents
 from jaxspec.checkpoint.hub import Hub
 from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.trees import leaves_by_path
-from pallas_kernels.packed import Packed, unpack
+from pallas_kernels.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 # Rows of the K types have a multiple of 256 weights.
@@ -62,16 +62,8 @@ def write(file, member="31B", type_of=lambda key: "Q4_0", **more):
     return files.write(file, config_of(member), original(member), type_of, tokenizer_of=tokenizer_folder(), **more)
 
 
-def load(name, dtype=jnp.float32, **asked):
-    folder = checkpoint.resolve(name)
-    config, _ = targets.read_target(folder)
-    quantisation = targets.quantisation_of(folder, config, dtype, **asked)
-    return targets.load_target(folder, targets.abstract_target(config, dtype, quantisation), quantisation, progress=False)
-
-
-@jax.jit
-def unpacked(tree):
-    return jax.tree.map(lambda x: unpack(x, jnp.float32) if isinstance(x, Packed) else x, tree, is_leaf=lambda x: isinstance(x, Packed))
+def load(name, **asked):
+    return quantised_files.load(checkpoint.resolve(name), **asked)
 
 
 def rounded(kind, data, shape):

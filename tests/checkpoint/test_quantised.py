@@ -12,6 +12,7 @@ import pytest
 import quantised_files as files
 import torch
 from definitions import relative_error
+from quantised_files import load, unpacked
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import targets
@@ -20,7 +21,7 @@ from jaxspec.checkpoint.formats.rules import Rules
 from jaxspec.model import gemma4
 from jaxspec.model.rows import Rows
 from jaxspec.trees import leaves_by_path
-from pallas_kernels.packed import Packed, unpack
+from pallas_kernels.packed import Packed
 
 pytestmark = pytest.mark.usefixtures("unoptimised")
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96}  # which groups of 32 divide
@@ -43,18 +44,6 @@ def original(member: str) -> tuple[object, dict[str, np.ndarray]]:
 def written(folder, member: str, settings: dict, write, **more) -> dict[str, np.ndarray]:
     """Writes a member in a format, and returns the tensors that it means."""
     return files.write_folder(folder, config_of(member, quantization_config=settings), original(member)[1], write, **more)
-
-
-def load(folder, dtype=jnp.float32, **asked) -> gemma4.Gemma4:
-    config, _ = targets.read_target(folder)
-    quantisation = targets.quantisation_of(folder, config, dtype, **asked)
-    return targets.load_target(folder, targets.abstract_target(config, dtype, quantisation), quantisation, progress=False)
-
-
-@jax.jit
-def unpacked(tree):
-    """A tree with every Packed as the array that it means, in float32."""
-    return jax.tree.map(lambda x: unpack(x, jnp.float32) if isinstance(x, Packed) else x, tree, is_leaf=lambda x: isinstance(x, Packed))
 
 
 def plain(folder, member: str, means: dict[str, np.ndarray]) -> gemma4.Gemma4:
