@@ -560,6 +560,7 @@ def test_resolve_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / "config.json").touch()
     assert checkpoint.resolve("google/gemma-4-E2B-it") == tmp_path
     [(repo_id, settings)] = asked
     files = ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja", "tokenizer.json", "pytorch_model.bin", "a/x.json"]
