@@ -85,7 +85,7 @@ def _fill(folder: Path, parts: list[Path]) -> None:
 
 def read_model(file: Path) -> dict[str, Stored]:
     """The tensors of a model, of which `file` is a part, by their names in Hugging Face's layout, unread. Tensors of blocks that are read
-    as floats are so here: tables, and matrices that share a leaf with a float one."""
+    as floats are so here: the token embedding, and matrices that share a leaf with a float one."""
     found = renamed(read_tensors(parts_of(file)))
     floats = {key for key, tensor in found.items() if isinstance(tensor, Blocks) and (key == TABLE or _has_float(key, found))}
     return {key: Floats.of(tensor) if key in floats and isinstance(tensor, Blocks) else tensor for key, tensor in found.items()}
