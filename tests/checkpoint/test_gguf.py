@@ -2,7 +2,10 @@
 
 import functools
 import json
+import os
 import shutil
+import stat
+from pathlib import Path
 
 import gguf as library
 import gguf_files as files
@@ -13,6 +16,7 @@ import pytest
 import quantised_files
 import real_configs
 import small_tokenizers
+import transformers
 from quantised_files import unpacked
 from safetensors.numpy import load_file, save_file
 
@@ -300,6 +304,53 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     folder = checkpoint.resolve(tmp_path / "a.gguf")
     assert folder == checkpoint.resolve(tmp_path / "a.gguf") and (folder / "a.gguf").resolve() == tmp_path / "a.gguf"
     assert_same(load(tmp_path / "a.gguf"), plain(tmp_path / "plain", "31B", means(held, "31B")))
+
+
+@pytest.mark.parametrize("refuses", ["links", "room"])
+def test_a_cache_that_does_not_take_all(refuses, tmp_path, monkeypatch):
+    """Such as a drive without links, and a full one."""
+    write(tmp_path / "a.gguf")
+    cache = checkpoint.resolve(tmp_path / "a.gguf").parent
+    shutil.rmtree(cache)
+    link, save = os.symlink, transformers.GemmaTokenizer.save_pretrained
+
+    def refused(call, to, error):
+        if cache in Path(to).parents:
+            raise error
+        return call()
+
+    if refuses == "links":
+        monkeypatch.setattr(os, "symlink", lambda a, to: refused(lambda: link(a, to), to, OSError("no links here")))
+    else:
+        full = Exception("No space left on device (os error 28)")  # as the tokenizers' Rust says it
+        monkeypatch.setattr(transformers.GemmaTokenizer, "save_pretrained", lambda self, to: refused(lambda: save(self, to), to, full))
+    folder = checkpoint.resolve(tmp_path / "a.gguf")
+    assert cache not in folder.parents and (folder / "a.gguf").resolve() == tmp_path / "a.gguf" and not any(cache.iterdir())
+
+
+def test_others_may_read_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    write(tmp_path / "a.gguf")
+    before = os.umask(0o022)
+    try:
+        assert stat.S_IMODE(checkpoint.resolve(tmp_path / "a.gguf").stat().st_mode) == 0o755
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("name", ["0a1b2c", "a.GGUF", "a-imatrix-Q4_0.gguf", "a" * 250])
+def test_a_file_of_any_name(name, tmp_path):
+    """The files in a hub's cache have names without an end."""
+    held = write(tmp_path / name)
+    assert_same(load(tmp_path / name), plain(tmp_path / "plain", "31B", means(held, "31B")))
+
+
+def test_a_folder_with_what_is_no_file(tmp_path):
+    (tmp_path / "a.gguf").mkdir()
+    assert checkpoint.resolve(tmp_path) == tmp_path
+    (tmp_path / "b.gguf").symlink_to(tmp_path / "gone.gguf")
+    with pytest.raises(FileNotFoundError, match=r"b\.gguf is a link to .*gone\.gguf, which is not there"):
+        checkpoint.resolve(tmp_path)
 
 
 def damaged(name, tmp_path):

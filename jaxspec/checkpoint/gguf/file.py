@@ -51,6 +51,11 @@ def stem_of(name: str) -> str:
     return split["stem"] if split else stem
 
 
+def model_name(name: str) -> str:
+    """The name of a link to a model's file, whatever that is called: one by which `is_model` knows it."""
+    return name if is_model(name) else f"model{name.removeprefix(stem_of(name)) or SUFFIX}"
+
+
 def names_of_parts(name: str) -> list[str]:
     """The names of the files that hold a model, of which `name` is one."""
     split = SPLIT.fullmatch(name.removesuffix(SUFFIX))
@@ -62,6 +67,8 @@ def names_of_parts(name: str) -> list[str]:
 def parts_of(file: Path) -> list[Path]:
     """The files that hold a model, of which `file` is one. Raises FileNotFoundError if one is missing."""
     parts = [file.with_name(name) for name in names_of_parts(file.name)]
+    if len(parts) == 1 and not file.exists():
+        raise FileNotFoundError(f"{file} is a link to {file.readlink()}, which is not there" if file.is_symlink() else f"{file} is missing")
     if missing := [part.name for part in parts if not part.exists()]:
         raise FileNotFoundError(f"{file} is one of {len(parts)} parts of a model; {', '.join(missing)} must lie beside it")
     return parts

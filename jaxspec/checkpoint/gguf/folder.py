@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable
@@ -13,13 +12,14 @@ from pathlib import Path
 
 from jaxspec.checkpoint.gguf import gemma4
 from jaxspec.checkpoint.gguf.blocks import Blocks, Floats
-from jaxspec.checkpoint.gguf.file import firsts, parts_of, read, read_tensors, stem_of
+from jaxspec.checkpoint.gguf.file import firsts, model_name, parts_of, read, read_tensors, stem_of
 from jaxspec.checkpoint.gguf.names import renamed
 from jaxspec.checkpoint.gguf.tokenizer import save_tokenizer
 from jaxspec.checkpoint.safetensors import Stored
 from jaxspec.checks import cache_folder
 
-VERSION = 1  # of what is written into a folder
+VERSION = 2  # of what is written into a folder
+LONGEST = 60  # characters of a file's name that the name of its folder has
 TABLE = "model.embed_tokens.weight"  # which is the head too, and read as floats
 # Matrices that share a leaf: where one of them is float, all are read so.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -27,7 +27,7 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def model_in(folder: Path) -> Path | None:
     """The file of the model in a folder, the first of its parts, None if there is none. Raises ValueError if there are several."""
-    found = firsts(path.name for path in folder.iterdir())
+    found = firsts(path.name for path in folder.iterdir() if not path.is_dir())
     if len(found) > 1:
         raise ValueError(f"{folder} holds {len(found)} models ({', '.join(found)}); expected one, or the name of one of these files")
     return folder / found[0] if found else None
@@ -35,32 +35,32 @@ def model_in(folder: Path) -> Path | None:
 
 def folder_of(file: Path) -> Path:
     """A folder with the config and the tokenizer of a model's file, and links to it and its other parts. It is kept with the compiled
-    programs for the next time, if that place can be written to. Raises ValueError for a file that is damaged or holds a model that is not
-    served."""
+    programs for the next time, if that place takes it. Raises ValueError for a file that is damaged or holds a model that is not served."""
     parts = [part.absolute() for part in parts_of(file)]
     stats = [part.stat() for part in parts]
     about = [VERSION, *((str(part), stat.st_size, stat.st_mtime_ns) for part, stat in zip(parts, stats, strict=True))]
-    name = f"{stem_of(file.name)}-{zlib.crc32(repr(about).encode()):08x}"
-    kept = cache_folder() / "gguf" / name
+    name = f"{stem_of(file.name)[:LONGEST]}-{zlib.crc32(repr(about).encode()):08x}"
+    try:
+        return _made(cache_folder() / "gguf" / name, parts)
+    except OSError:  # it cannot be written to or read, is full or takes no links
+        return _made(Path(_of_this_process().name) / name, parts)
+
+
+def _made(kept: Path, parts: list[Path]) -> Path:
+    """The folder of that path, made if it is not there. Raises OSError where that place does not take it, and as `folder_of` does."""
     if kept.is_dir():
+        os.listdir(kept)  # raises for a folder of somebody else's that may not be read
         return kept
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=kept.parent))
-    except OSError:
-        kept = Path(_of_this_process().name) / name
-        if kept.is_dir():
-            return kept
-        made = Path(tempfile.mkdtemp(dir=kept.parent))
-    try:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as own:
+        made = Path(own) / kept.name  # within it, as others may not read the outer one
+        made.mkdir()
         _fill(made, parts)
         try:
             made.rename(kept)
         except OSError:
             if not kept.is_dir():  # else another process was first
                 raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return kept
 
 
@@ -80,7 +80,7 @@ def _fill(folder: Path, parts: list[Path]) -> None:
         (folder / name).write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_tokenizer(parts[0], contents, folder)
     for part in parts:
-        os.symlink(part, folder / part.name)
+        os.symlink(part, folder / model_name(part.name))
 
 
 def read_model(file: Path) -> dict[str, Stored]:

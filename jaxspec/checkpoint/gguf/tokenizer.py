@@ -33,7 +33,11 @@ def save_tokenizer(file: Path, contents: Contents, folder: Path) -> None:
         )
     try:
         _made(found, tokens, merges).save_pretrained(folder)
+    except OSError:
+        raise
     except Exception as error:  # the parser raises many types, even bare Exception
+        if "(os error " in str(error):  # of a file that could not be written, as Rust says it
+            raise OSError(str(error)) from error
         raise ValueError(f"{file} is damaged: its tokenizer cannot be made: {error}") from error
 
 
