@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 from pathlib import Path
 
 import gguf as library
@@ -362,6 +363,8 @@ def damaged(name, tmp_path):
         "pointer": lambda: b"version https://git-lfs",
         "short": lambda: data[: len(data) - 1000],
         "header": lambda: data[:500],
+        "nested": lambda: data[:24] + struct.pack("<QcI", 1, b"x", 9) + struct.pack("<IQ", 9, 1) * 5000,
+        "axes": lambda: data.replace(b"rope_freqs.weight\x01", b"rope_freqs.weight\xff"),
         "version": lambda: data[:4] + (1).to_bytes(4, "little") + data[8:],
         "order": lambda: data[:4] + (3).to_bytes(4, "big") + data[8:],
         "type": lambda: data.replace(
@@ -383,6 +386,8 @@ def damaged(name, tmp_path):
         ("pointer", "is no GGUF file: it begins with b'vers', expected b'GGUF'; it is a Git LFS pointer"),
         ("short", "is truncated or damaged: it ends at byte"),
         ("header", "is truncated or damaged: "),
+        ("nested", "is truncated or damaged: maximum recursion depth"),
+        ("axes", "is truncated or damaged: rope_freqs.weight has 255 axes; expected at most 4"),
         ("version", "is a GGUF of version 1; expected 2 or 3"),
         ("order", r"is a GGUF of version 50331648 \(its bytes are in another order\)"),
         ("type", "holds blk.0.ffn_down.weight in the type IQ2_XXS; served are F32, F16, Q4_0"),

@@ -22,6 +22,7 @@ ALIGNMENT = 32  # of tensors, where the metadata does not say
 # The types of metadata that have one size, by number, as `struct` names them.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+AXES = 4  # of a tensor, at most
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")  # the name of a file that holds a part of the tensors
 BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # files beside a model's: towers, and what a quantiser measured
 
@@ -192,6 +193,8 @@ class _Reader:
 
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, axes = self.string(), self.number("I")
+        if axes > AXES:
+            raise LookupError(f"{name} has {axes} axes; expected at most {AXES}")
         shape = tuple(self.number("Q") for _ in range(axes))[::-1]  # a file names the fastest axis first
         return name, shape, self.number("I"), self.number("Q")
 
