@@ -87,7 +87,7 @@ def load(
 ) -> LLM:
     """Loads a target, and a drafter that guesses for it, and returns an LLM.
 
-    target: a Hugging Face hub id, a checkpoint folder, or a bundled name ("pocket").
+    target: a Hugging Face hub id, a checkpoint folder, a bundled name ("pocket"), a GGUF file, or owner/name:Q4_0 for one on the hub.
 
     drafter: the same ("pocket-mtp"; a target serves as a draft model), "same" for the one in the target's own checkpoint (its MTP layers,
     or what was converted with it), "ngram" to look guesses up in what sequences have said, a Drafter object, or None to decode one token
@@ -273,7 +273,7 @@ def load(
     )
 
     folder = checkpoint.resolve(target, hub)  # only now, since a target's weights are a long download
-    reads = load_tokenizer(folder if tokenizer is None else located(tokenizer, hub.of_others, TOKENIZER))
+    found_tokenizer = load_tokenizer(folder if tokenizer is None else located(tokenizer, hub.of_others, TOKENIZER))
     enable_compilation_cache()
     quantisation = quantisation_of(folder, config, pair.dtype, **asked)  # again: the weights' headers may say more than the config
     abstract = placement.place(abstract_target(config, pair.dtype, quantisation))
@@ -287,7 +287,7 @@ def load(
     llm = LLM(
         placement.spread(weights),
         placement.spread(loaded),
-        reads,
+        found_tokenizer,
         settings,
         eos_token_ids=eos_token_ids(config, pair.generation),
         defaults=pair.defaults,

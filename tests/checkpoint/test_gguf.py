@@ -423,9 +423,18 @@ def test_metadata_that_cannot_be(key, value, message, tmp_path):
         load(tmp_path / "a.gguf")
 
 
-def test_missing_and_unknown_tensors_are_named(tmp_path):
+def test_missing_and_unknown_tensors_are_named(tmp_path, monkeypatch):
     write(tmp_path / "a.gguf", change=lambda writer: writer.add_tensor("blk.0.other.weight", np.ones(4, np.float32)))
     with pytest.raises(ValueError, match=r"blk.0.other.weight: unknown, found F32 \[4\]"):
+        load(tmp_path / "a.gguf")
+    add = library.GGUFWriter.add_tensor
+
+    def without_queries(self, name, *more, **how):
+        return name == "blk.0.attn_q.weight" or add(self, name, *more, **how)
+
+    monkeypatch.setattr(library.GGUFWriter, "add_tensor", without_queries)
+    write(tmp_path / "a.gguf")
+    with pytest.raises(ValueError, match=r"1 problem:\n  model.layers.0.self_attn.q_proj.weight: missing"):
         load(tmp_path / "a.gguf")
 
 

@@ -70,8 +70,10 @@ def read(stored: Mapping[str, Stored]) -> Quantisation | None:
         return None
 
     def format_of(name: str) -> Format | None:
-        key = next((key for one in names_of(name) for key in (f"{one}.weight", one) if key in types), None)
-        return None if key is None else InBlocks(scheme_for([types[other] for other in beside(key, types)]))
+        # A leaf of which a matrix is missing has a scheme too, so that the missing one is named where all are read.
+        ways = (beside(key, types) for one in names_of(name) for key in (f"{one}.weight", one))
+        keys = next(filter(None, ways), None)
+        return None if keys is None else InBlocks(scheme_for([types[key] for key in keys]))
 
     table = types.get(f"model.{PER_LAYER}.weight")
     weights = dict.fromkeys((kind.name for kind in types.values()), 0)
