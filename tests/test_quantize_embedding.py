@@ -120,7 +120,7 @@ def test_what_is_refused(folders, tmp_path):
     assert list(describe_mesh(packed, "tensor=5"))
     config["text_config"] |= {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 96}  # another table over the vocabulary
     (tmp_path / "small" / "config.json").write_text(json.dumps(config))
-    helps = "expected fewer devices, no quantize_embedding, or a vocabulary padded to a multiple of 128 tokens"
+    helps = "expected fewer devices, a float embedding, or a vocabulary padded to a multiple of 128 tokens"
     with pytest.raises(ValueError, match=f"the embedding of 96 tokens is quantised, .*; {helps}"):
         list(describe_mesh(read(str(tmp_path / "small"), quantize_embedding="int8"), "tensor=2"))
 

@@ -25,7 +25,6 @@ from pallas_kernels import (
     linear,
     lm_head,
     moe,
-    packed,
     paged_attention,
     qkv,
     top_candidates,
@@ -179,11 +178,12 @@ def named_cases() -> Iterator[Case]:
             most = array(shape.rows, dtype=jnp.int32)
             likely = functools.partial(lm_head.likely_logits)
             yield Case("lm_head", f"{name}, likely logits", likely, (*args[:2], guide, most), further=between)
-        table = packed.abstract((shape.vocab, shape.hidden), "int8", group=None, scale_dtype=dtype)
-        yield Case("lm_head", f"int8 {name}", function, (args[0], table, *sampling), further=between)
-        if not packed_mosaic.unsupported(args[0], table):
-            triton = functools.partial(function, implementation="triton")
-            yield Case("lm_head", f"int8 {name}, Triton", triton, (args[0], table, *sampling), further=between)
+        for packing in ("int8", "int8 of 16 float16"):
+            table = linear_shapes.packed((shape.vocab, shape.hidden), packing, dtype)
+            yield Case("lm_head", f"{packing} {name}", function, (args[0], table, *sampling), further=between)
+            if not packed_mosaic.unsupported(args[0], table):
+                triton = functools.partial(function, implementation="triton")
+                yield Case("lm_head", f"{packing} {name}, Triton", triton, (args[0], table, *sampling), further=between)
     logits = array(320, lm_head_shapes.VOCAB, dtype=jnp.float32)
     sampling = array(320, 2, dtype=jnp.uint32), array(320, dtype=jnp.float32)
     yield Case("lm_head", "logits x 320", functools.partial(lm_head.choose, softcap=30.0), (logits, *sampling))

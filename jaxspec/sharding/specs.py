@@ -82,7 +82,7 @@ def _check_tables(tree: Any, specs: Any, mesh: Mesh) -> None:
     """Raises ValueError for a packed embedding or head that is whole on a mesh by which a float one would be cut, as others over the
     vocabulary are: all have to hold the same tokens."""
     devices = mesh.shape[TENSOR]
-    for field, called, instead in (("embed_tokens", "embedding", ", no quantize_embedding"), ("lm_head", "head", "")):
+    for field, called, instead in (("embed_tokens", "embedding", ", a float embedding"), ("lm_head", "head", "")):
         table: Any = getattr(getattr(tree, field, None), "weight", None)
         if not is_packed(table) or field in getattr(tree, "gathers", ()):
             continue

@@ -1,7 +1,7 @@
 """Checks the fused head's kernel against its reference on a GPU and times both: `python -m pallas_kernels.lm_head.bench`.
 
-Arguments: shapes of `shapes.py` by the start of their names (by default all), and --tune to time other tiles too. Rows are sampled at
-temperature 1; greedy rows are timed beside them.
+Arguments: shapes of `shapes.py` by the start of their names (by default all), and --tune to time other tiles too, or --kind for a packed
+table, whose kernel is the one that serves on this GPU. Rows are sampled at temperature 1; greedy rows are timed beside them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench import begin, show, time_us
-from pallas_kernels.lm_head import reference, triton
+from pallas_kernels.linear.bench import drawn
+from pallas_kernels.linear.shapes import PACKINGS, packed
+from pallas_kernels.lm_head import lm_head, reference, triton
 from pallas_kernels.lm_head.shapes import SHAPES, Shape
 
 TILES = [
@@ -35,15 +37,18 @@ TILES = [
 ]
 
 
-def inputs(shape: Shape, temperature: float) -> tuple[Any, ...]:
-    """Hidden states, table, keys and temperatures; logits have a deviation of about 5."""
+def inputs(shape: Shape, temperature: float, packing: str | None) -> tuple[Any, ...]:
+    """Hidden states, table, keys and temperatures; logits have a deviation of about 5. packing: of the table, a key of PACKINGS."""
 
     def normal(seed: int, rows: int, deviation: float) -> jax.Array:
         make = jax.jit(lambda: jax.random.normal(jax.random.key(seed), (rows, shape.hidden), jnp.bfloat16) * jnp.bfloat16(deviation))
         return make()
 
     keys = jax.random.bits(jax.random.key(2), (shape.rows, 2), jnp.uint32)
-    table = normal(1, shape.vocab, 5 * shape.hidden**-0.5)
+    if packing is not None:
+        table: Any = drawn(packed((shape.vocab, shape.hidden), packing, jnp.bfloat16))
+    else:
+        table = normal(1, shape.vocab, 5 * shape.hidden**-0.5)
     return normal(0, shape.rows, 1.0), table, keys, jnp.full(shape.rows, temperature, jnp.float32)
 
 
@@ -57,18 +62,21 @@ def check(found: Any, expected: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Checks and times the fused head.")
     parser.add_argument("--tune", action="store_true", help="time other tiles too")
+    parser.add_argument("--kind", choices=tuple(PACKINGS), help="how the table is packed (default: not at all)")
     parser.add_argument("names", nargs="*", help="shapes, by the start of their names")
     arguments = parser.parse_args()
     bandwidth = begin()
     for name, shape in SHAPES.items():
         if arguments.names and not name.startswith(tuple(arguments.names)):
             continue
-        hidden, table, keys, sampled = inputs(shape, 1.0)
-        size = table.nbytes + hidden.nbytes
+        hidden, table, keys, sampled = inputs(shape, 1.0, arguments.kind)
+        size = sum(part.nbytes for part in jax.tree.leaves(table)) + hidden.nbytes
         greedy = jnp.zeros_like(sampled)
 
         def kernel(*args: jax.Array, cut: triton.Tiles | None = None, softcap: float | None = shape.softcap) -> Any:
             hidden, table, keys, temperature = args
+            if arguments.kind is not None:
+                return lm_head(*args, softcap=softcap)
             return triton.lm_head(hidden, table, keys, temperature, softcap, (), None, cut=cut)
 
         def plain(*args: jax.Array, softcap: float | None = shape.softcap) -> Any:
@@ -81,7 +89,7 @@ def main() -> None:
             show(f"{name}, {kind}", time_us(kernel, *args), size, bandwidth, time_us(plain, *args))
             if ties:
                 print(f"  {ties} of {shape.rows} rows chose a token that ties with the reference's")
-        for cut in TILES if arguments.tune else ():
+        for cut in TILES if arguments.tune and arguments.kind is None else ():
             try:
                 taken = time_us(partial(kernel, cut=cut), hidden, table, keys, sampled)
             except jax.errors.JaxRuntimeError as error:  # more shared memory than the device has

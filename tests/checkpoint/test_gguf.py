@@ -80,7 +80,7 @@ def rounded(kind, data, shape):
     return values.astype(np.float16).astype(np.float32).reshape(shape)
 
 
-def means(held, member, floats=("embed_tokens.weight",)):
+def means(held, member, floats=()):
     """By key, what a file's tensors mean."""
     return {
         key: files.meant(kind, data)
@@ -178,7 +178,7 @@ def test_matrices_of_one_leaf_share_the_wider_scheme(tmp_path):
 def test_a_leaf_with_a_float_matrix_is_float(tmp_path):
     held = write(tmp_path / "a.gguf", "31B", lambda key: "F16" if "k_proj" in key else "Q8_0")
     found = load(tmp_path / "a.gguf")
-    assert_same(found, plain(tmp_path / "plain", "31B", means(held, "31B", ("embed_tokens.weight", "q_proj", "v_proj"))))
+    assert_same(found, plain(tmp_path / "plain", "31B", means(held, "31B", ("q_proj", "v_proj"))))
     assert not any("qkv" in path for path in kinds(found)) and any("gate_up" in path for path in kinds(found))
 
 
@@ -188,12 +188,32 @@ def test_a_file_of_floats(tmp_path):
     assert kinds(load(tmp_path / "a.gguf", quantize="int8", quantize_embedding="int8"))["embed_tokens.weight"][0] == "int8"
 
 
-def test_the_embedding_may_be_quantised_again(tmp_path):
-    write(tmp_path / "a.gguf", "31B", lambda key: "Q6_K" if "embed" in key else "Q8_0")
+def test_a_quantised_embedding_stays_as_it_is(tmp_path):
+    held = write(tmp_path / "a.gguf", "31B", lambda key: "Q6_K" if "embed" in key else "Q8_0")
+    found = load(tmp_path / "a.gguf")
+    assert_same(found, plain(tmp_path / "plain", "31B", means(held, "31B")))
+    assert kinds(found)["embed_tokens.weight"] == ("int8", 4, False) and found.head[0] is found.embed_tokens.weight
+    with pytest.raises(ValueError, match="the embedding in .* is quantised already"):
+        load(tmp_path / "a.gguf", quantize_embedding="int8")
+    with pytest.raises(ValueError, match=r"quantised already \(GGUF of Q8_0 and Q6_K\)"):
+        load(tmp_path / "a.gguf", quantize="int4")
+
+
+def test_a_float_embedding_may_be_quantised(tmp_path):
+    write(tmp_path / "a.gguf", "31B", lambda key: "F16" if "embed" in key else "Q8_0")
+    assert "embed_tokens.weight" not in kinds(load(tmp_path / "a.gguf"))
     found = kinds(load(tmp_path / "a.gguf", quantize_embedding="int8"))
     assert found["embed_tokens.weight"] == ("int8", None, False) and found["layers.0.mlp.down_proj.weight"] == ("int8", 2, False)
-    with pytest.raises(ValueError, match=r"quantised already \(GGUF of Q8_0\)"):
-        load(tmp_path / "a.gguf", quantize="int4")
+
+
+def test_a_head_that_is_the_embedding_written_twice(tmp_path):
+    for name, scale in (("same", 1), ("other", 2)):
+        tensors = original("31B") | {"lm_head.weight": scale * original("31B")["model.embed_tokens.weight"]}
+        (tmp_path / name).mkdir()
+        files.write(tmp_path / name / "a.gguf", config_of("31B"), tensors, lambda key: "Q8_0", tokenizer_of=tokenizer_folder())
+    assert "embed_tokens.weight" not in kinds(load(tmp_path / "same" / "a.gguf"))
+    with pytest.raises(ValueError, match="lm_head.weight: differs from model.embed_tokens.weight"):
+        load(tmp_path / "other" / "a.gguf")
 
 
 def test_a_model_in_parts(tmp_path):
@@ -473,7 +493,7 @@ def test_the_engine_runs_on_a_file(tmp_path):
     packed, floats = jaxspec.load(tmp_path / "a.gguf", "ngram", **settings), jaxspec.load(tmp_path / "plain", **settings)
     texts = [[answer.token_ids for answer in llm.generate(prompts, params)] for llm in (packed, floats)]
     assert texts[0] == texts[1] and all(len(set(ids)) > 8 for ids in texts[0])
-    assert packed.text_settings["quantised"] == "int4 and int8"
+    assert packed.text_settings["quantised"] == "int4 and int8 and int8 embedding"
 
 
 def test_another_tokenizer(tmp_path):

@@ -204,7 +204,13 @@ def test_what_does_not_fit_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("form", "rows", "vocab", "width"),
-    [("int8", 5, 256, 128), ("int8", 37, 200, 96), ("int8", 70, 130, 64), ("int4 affine float16", 5, 200, 96)],
+    [
+        ("int8", 5, 256, 128),
+        ("int8", 37, 200, 96),
+        ("int8", 70, 130, 64),
+        ("int4 affine float16", 5, 200, 96),
+        ("int8 of 16 float16", 5, 200, 96),
+    ],
 )
 def test_a_packed_table_is_chosen_from_as_the_unpacked_one(form, rows, vocab, width):
     """Also where neither vocabulary nor width are whole blocks."""
@@ -241,7 +247,7 @@ def test_a_packed_table_stores_no_logits_of_few_rows(rows, gpu, stored):
 
 
 def test_the_tiles_of_a_packed_head_fit():
-    for kind, group in (("int8", None), ("int4", 32), ("fp8", None)):
+    for kind, group in (("int8", None), ("int4", 32), ("fp8", None), ("int8", 16)):
         for width in (1024, 1536, 2560, 2816, 3840, 5376):
             table = abstract((262_144, width), kind, group=group, scale_dtype=jnp.bfloat16)
             for rows in range(8, packed_mosaic.MOST_ROWS + 1, 8):

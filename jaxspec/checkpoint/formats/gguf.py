@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.checkpoint.formats.rules import names_of
 from jaxspec.checkpoint.gguf.blocks import BY_NAME, Blocks, Kind
 from jaxspec.checkpoint.gguf.folder import beside
-from jaxspec.checkpoint.quantisation import PER_LAYER, Format, Matrix, Quantisation, Scheme, Wanted
+from jaxspec.checkpoint.quantisation import EMBEDDING, PER_LAYER, Format, Matrix, Quantisation, Scheme, Wanted
 from jaxspec.checkpoint.safetensors import Stored
 
 # llama.cpp multiplies a scale of 16 bits with one of 6 in float32. Here the product is rounded to the dtype of the first.
@@ -75,12 +75,13 @@ def read(stored: Mapping[str, Stored]) -> Quantisation | None:
         keys = next(filter(None, ways), None)
         return None if keys is None else InBlocks(scheme_for([types[key] for key in keys]))
 
-    table = types.get(f"model.{PER_LAYER}.weight")
+    tables = [types.get(f"model.{name}.weight") for name in (EMBEDDING, PER_LAYER)]
+    embedding, per_layer = (kind and InBlocks(scheme_for([kind], gathered=True)) for kind in tables)
     weights = dict.fromkeys((kind.name for kind in types.values()), 0)
     for key, kind in types.items():
         weights[kind.name] += math.prod(stored[key].shape)
     name = " and ".join(sorted(weights, key=lambda name: -weights[name]))
-    return Quantisation(f"GGUF of {name}", format_of, per_layer=table and InBlocks(scheme_for([table], gathered=True)))
+    return Quantisation(f"GGUF of {name}", format_of, embedding=embedding, per_layer=per_layer)
 
 
 def scheme_for(kinds: list[Kind], *, gathered: bool = False) -> Scheme:

@@ -20,7 +20,7 @@ from jaxspec.checks import cache_folder
 
 VERSION = 2  # of what is written into a folder
 LONGEST = 60  # characters of a file's name that the name of its folder has
-TABLE = "model.embed_tokens.weight"  # which is the head too, and read as floats
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Matrices that share a leaf: where one of them is float, all are read so.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -85,9 +85,11 @@ def _fill(folder: Path, parts: list[Path]) -> None:
 
 def read_model(file: Path) -> dict[str, Stored]:
     """The tensors of a model, of which `file` is a part, by their names in Hugging Face's layout, unread. Tensors of blocks that are read
-    as floats are so here: the token embedding, and matrices that share a leaf with a float one."""
+    as floats are so here: matrices that share a leaf with a float one, and a head beside the token embedding with this, so
+    that the two can be compared."""
     found = renamed(read_tensors(parts_of(file)))
-    floats = {key for key, tensor in found.items() if isinstance(tensor, Blocks) and (key == TABLE or _has_float(key, found))}
+    apart = (TABLE, HEAD) if HEAD in found else ()
+    floats = {key for key, tensor in found.items() if isinstance(tensor, Blocks) and (key in apart or _has_float(key, found))}
     return {key: Floats.of(tensor) if key in floats and isinstance(tensor, Blocks) else tensor for key, tensor in found.items()}
 
 
