@@ -28,7 +28,7 @@ def compared(llm, folder, **settings):
     return comparing.compare(llm, folder, texts=TEXTS, tokens=12, **settings)
 
 
-@pytest.mark.parametrize("kind", ["plain", "unified"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("unified", marks=pytest.mark.slow)])
 def test_one_checkpoint_is_the_same(kind, llm):
     """Also beyond a window, and what was written with drafts."""
     llm = llm if kind == "plain" else jaxspec.load(saved(kind)[1], "ngram", num_draft_tokens=3, **SIZES)

@@ -8,6 +8,7 @@ import pytest
 from jaxspec.audio import Sounds
 from jaxspec.audio.features import Mel
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 LENGTHS = (0.0101, 0.2, 1.0, 1.0004, 2.51, 7.93)  # seconds, from one row on
 
 
@@ -18,7 +19,7 @@ def test_rows_are_those_of_transformers(kind):
         sound = audio_oracle.sound(seconds, i)
         expected = audio_oracle.rows(kind, sound)
         assert len(expected) == sounds.count(sound) >= 1
-        np.testing.assert_allclose(sounds.rows(sound)[: len(expected)], expected, atol=2e-5, rtol=2e-5)
+        np.testing.assert_allclose(sounds.rows(sound)[: len(expected)], expected, atol=1e-4, rtol=2e-5)
 
 
 def features_of(mel, samples):

@@ -17,6 +17,7 @@ from jaxspec.audio import Sounds, sounds
 from jaxspec.audio.sounds import Source, samples_of, source_of
 from jaxspec.media import tower
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 SOUND = audio_oracle.sound(0.5, 3)
 
 

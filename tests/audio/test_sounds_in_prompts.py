@@ -128,6 +128,7 @@ def test_a_model_that_hears_alone():
         llm.generate({"prompt": "<unused5>", "multi_modal_data": {"image": picture(1, (9, 9))}})
 
 
+@pytest.mark.slow  # tests/vision has the same of images
 def test_calls_have_room_for_short_and_long_sounds(monkeypatch):
     """Beside one another: of 15 rows, of 50, of 83 in two parts, and of two in one prompt."""
     monkeypatch.setattr(sounds, "ROOMS", (20, 60))
@@ -207,6 +208,7 @@ def test_a_damaged_sound_fails_alone(tmp_path):
     assert whole.error is None and len(whole.token_ids) == 8
 
 
+@pytest.mark.slow  # tests/vision has the same of images
 def test_a_batch_of_messages_with_sounds(tmp_path):
     from jaxspec.cli import main
 

@@ -31,7 +31,7 @@ from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 # Rows of the K types have a multiple of 256 weights.
 WIDTHS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "global_head_dim": 64, "num_attention_heads": 4, "vocab_size": 500}
 MORE = {

@@ -20,6 +20,7 @@ from jaxspec.model.rows import Rows
 from jaxspec.sampling.choice import Needs
 from jaxspec.sampling.logprobs import MAX_LOGPROBS
 
+pytestmark = pytest.mark.usefixtures("unoptimised")
 best = jax.jit(best_prefixes, static_argnums=2)
 
 
@@ -122,7 +123,8 @@ def test_stop_ids_and_limits_hold():
     assert STOPPED in numbers(alone, "status")
 
 
-@pytest.mark.parametrize("scope", ["top", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_decode_loop.py has the same of rounds that verify everything
+@pytest.mark.parametrize("scope", ["top", "whole"])
 def test_filters_edits_and_log_probabilities_hold(scope):
     stops = np.tile(np.arange(40, 44), (len(ROWS), 1))
     static = {"needs": Needs(scope, edits=True, suppress_tokens=(11, 50), logprobs=MAX_LOGPROBS)}

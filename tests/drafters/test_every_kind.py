@@ -133,7 +133,7 @@ def accepted(state, drafter):
 
 # A head of centroids, and a shortlist. That the others draw with the target's noise their own files test: the
 # drafts of their rounds are those that a reference chooses with it.
-OFTEN = ("assistant", "dflash2")
+OFTEN = ("assistant",)
 
 
 @pytest.mark.parametrize("kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
@@ -243,7 +243,10 @@ def test_a_target_with_a_float8_cache(kind):
         check_texts(kind, 3, float8=True)
 
 
-@pytest.mark.parametrize("name", ["dflash", "eagle3", "eagle3 speculators", "eagle3 gemma"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3", "eagle3 speculators")]
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3 gemma", *SLOW])
 def test_parts_of_a_prompt_side_by_side(name):
     """They leave what they do one after the other."""
     drafter = kinds.drafter(name)

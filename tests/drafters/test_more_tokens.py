@@ -72,7 +72,7 @@ def tokens(llm, params):
     return [made.token_ids for made in llm.generate(PROMPTS, params)]
 
 
-CASES = [("mtp", "mixed")]
+CASES = [("mtp", "plain")]
 SLOW = [
     pytest.param(drafter, params, marks=pytest.mark.slow)
     for drafter in ("mtp", "draft", "dflash", "dflash2", "eagle3")

@@ -176,6 +176,7 @@ def test_streams_count_what_was_found_too(looking):
     assert rest == sum(found_by_round(begun, 3)) < 3 * 8
 
 
+@pytest.mark.slow  # test_events.py has sequences that give way
 def test_sequences_that_are_preempted_keep_their_counts(looking):
     asked = jaxspec.SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
     before, outs = looking.stats, looking.generate(PROMPTS[::2], asked)

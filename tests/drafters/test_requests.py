@@ -152,6 +152,7 @@ def test_what_prompts_begin_with_is_computed_once():
         assert all(c.num_cached_tokens == 0 for c in llm.generate(fixed(4, 50, shared=6), short))  # less than a page is not kept
 
 
+@pytest.mark.slow  # random jobs below have such sequences
 def test_pages_that_running_sequences_share_are_given_up_last():
     llm = llm_of("modules")
     with only(llm, pages=14):

@@ -158,7 +158,7 @@ def test_the_first_token_is_the_targets_own_after_text_and_images():
     assert ids == [*WORDS[0], OPENING, *[IMAGE] * 5, CLOSING, *WORDS[1]]
 
 
-@pytest.mark.parametrize("pages", [None, 26])
+@pytest.mark.parametrize("pages", [pytest.param(None, marks=pytest.mark.slow), 26])
 def test_texts_do_not_depend_on_drafts_company_room_or_what_is_kept(pages):
     """Twice each, in two orders, so that prompts find what others have left; and with so few pages that some are computed again."""
     llm, expected = llm_of(NGram, pages), [answer.token_ids for answer in answers()]

@@ -150,10 +150,10 @@ def test_what_is_under_way_goes_on(pair, folders, other, expected):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"quantize": "fp8"},
+        pytest.param({"quantize": "fp8"}, marks=pytest.mark.slow),
         {"quantize": "int4", "quantize_embedding": "int8"},
         {"quantize": "int8", "tensor": 2},
-        {"tensor": 2},
+        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
         {"data": 2},
     ],
 )
@@ -337,7 +337,7 @@ def test_a_closed_llm_takes_none(folders):
         llm.update_weights(folders[0])
 
 
-@pytest.mark.parametrize("settings", [{}, {"data": 2}])
+@pytest.mark.parametrize("settings", [{}, pytest.param({"data": 2}, marks=pytest.mark.slow)])
 def test_old_weights_are_given_back(settings, folders, other):
     """Nothing holds them, but for what was seen of them."""
     with jaxspec.load(*folders, mesh=jaxspec.mesh(**settings) if settings else None, **SIZES) as llm:
@@ -400,6 +400,7 @@ def test_a_drafter_that_learns_sleeps_too(folders, other, expected):
             assert texts(llm) == expected[0]
 
 
+@pytest.mark.slow  # a program of its own
 def test_structures_are_there_again(pair):
     params = SamplingParams(max_tokens=8, temperature=0, structured_outputs={"choice": ["yes", "no"]})
     before = pair.generate("Is it? ", params)[0].text

@@ -134,6 +134,7 @@ def test_streams_samples_and_prompts_that_are_kept(llm):
     assert answers[0].text == answers[1].text and answers[0].text in ("yes", "no")
 
 
+@pytest.mark.slow  # the loop's own tests have each of these
 def test_filters_penalties_biases_and_log_probabilities_go_along(llm):
     word = llm.tokenizer.encode_word("b")[0]
     for seed in range(3):
@@ -163,6 +164,7 @@ def test_what_leaves_no_token_ends_in_words(llm):
     assert found.finish_reason == "stop" and found.stop_reason == stop and set(found.text) == {"a"}
 
 
+@pytest.mark.slow  # another program of its own
 def test_what_fails_past_a_stop_string_does_not_count(llm):
     """A call of several rounds goes on behind the stop string until no token is left; the host reads both at once."""
     asked = dataclasses.replace(params(0, choice=["é漢𝄞"]), ignore_eos=True, stop="漢", max_tokens=20)

@@ -110,6 +110,7 @@ def interrupting(monkeypatch, owner, name):
     monkeypatch.setattr(owner, name, first)
 
 
+@pytest.mark.slow  # test_new_weights.py has such meshes, and interrupts of one device
 def test_an_interrupt_leaves_no_shard_behind(folders, monkeypatch):
     """All have the new weights, and nothing that was kept of the old ones serves a prompt."""
     new = other(folders[0])

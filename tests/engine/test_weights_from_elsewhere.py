@@ -46,10 +46,15 @@ PLACES = {
     "a mesh": of_mesh(AxisType.Auto),
     "a mesh with explicit axes": of_mesh(AxisType.Explicit),
 }
+# Every place and both ways, and of all pairs every second one.
+CASES = [
+    pytest.param(place, mesh, marks=pytest.mark.slow if (n + bool(mesh)) % 2 else ())
+    for n, place in enumerate(PLACES)
+    for mesh in ({}, {"tensor": 2})
+]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}])
+@pytest.mark.parametrize(("place", "mesh"), CASES)
 def test_they_come_to_where_the_llm_computes(place, mesh, llm, folders, tensors):
     """And what the LLM had before comes back there."""
     llm.update_weights(tensors)
@@ -68,7 +73,7 @@ def test_they_come_to_where_the_llm_computes(place, mesh, llm, folders, tensors)
             assert other.generate([[5, 6, 7]], PARAMS)[0].token_ids == before
 
 
-@pytest.mark.parametrize("guide", [False, True])
+@pytest.mark.parametrize("guide", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_weights_of_an_llm_whose_kv_heads_are_repeated(guide, tmp_path):
     """On its mesh a device has a copy of the only KV head. An LLM like it takes them, and so does the same one."""
     target, drafter = (

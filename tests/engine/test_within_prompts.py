@@ -48,9 +48,10 @@ def ran(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    ("target", "drafter"), [(0, "assistant"), (0, None), (2, "assistant"), pytest.param(0, "ngram", marks=pytest.mark.slow)]
-)
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((0, None), (2, "assistant"), (0, "ngram"))]
+
+
+@pytest.mark.parametrize(("target", "drafter"), [(0, "assistant"), *SLOW])
 def test_a_prompt_is_computed_without_what_only_its_end_needs(target, drafter, models, monkeypatch):
     """By a program that is compiled ahead of its use alone: nobody waits for it."""
     settings = {"max_len": 400, "max_slots": 2, "progress": False}

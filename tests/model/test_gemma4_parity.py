@@ -249,8 +249,10 @@ def test_a_prefill_of_which_the_last_row_is_wanted(taps: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("member", MEMBERS)
-@pytest.mark.parametrize("wanted", ["last", "none"])
-@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+@pytest.mark.parametrize(
+    ("images", "wanted"),
+    [(False, "none"), (True, "last"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, "last"), (True, "none")))],
+)
 def test_what_is_computed_of_the_last_row_alone(member: str, images: bool, wanted: str) -> None:
     """The second of two calls of rows, of which one is nobody's: its last rows and all its K and V are those of a call for all rows. With
     images, whose rows see one another, one ends with the rows and one before them."""

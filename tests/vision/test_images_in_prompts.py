@@ -55,7 +55,7 @@ def expected(kind, ids, images):
     return after(model, ids, pixel_values=pixels, image_position_ids=places.long(), mm_token_type_ids=kinds)
 
 
-@pytest.mark.parametrize("kind", ["plain", "unified"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("unified", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_transformers(kind):
     llm, images = loaded(kind), [picture(1, (30, 50)), picture(2, (64, 20))]
     prompt = {"prompt": "def <unused5>read(<unused5>path):", "multi_modal_data": {"image": images}}

@@ -61,7 +61,7 @@ def written(llm, ids):
     return re.sub(r"(<unused[58]>)\1*", r"\1", llm.tokenizer.decode(ids, special=True))
 
 
-@pytest.mark.parametrize("kind", ["plain", "unified"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("unified", marks=pytest.mark.slow)])
 def test_tokens_are_those_of_transformers(kind):
     llm, video, image = loaded(kind), clip(1, 10), picture(2, (30, 20))
     metadata = {"fps": 0.1, "total_num_frames": 10}
@@ -348,6 +348,7 @@ def test_what_a_checkpoint_says_of_videos(tmp_path):
         assert llm.generate(prompt, GREEDY)[0].token_ids == loaded("plain").generate(prompt, GREEDY)[0].token_ids
 
 
+@pytest.mark.slow  # test_images_in_prompts.py has the same of images
 def test_a_batch_and_a_script_for_vllm(film, tmp_path):
     from jaxspec import vllm
     from jaxspec.cli import main
