@@ -48,6 +48,7 @@ from pallas_kernels.paged_attention import shapes as attention_shapes
 from pallas_kernels.qkv import shapes as qkv_shapes
 from pallas_kernels.top_candidates import shapes as top_candidates_shapes
 
+EVERY = ("E4B gate_up", "E4B down", "31B qkv full")  # matrices whose products are compiled for every number of rows in eights
 STEP = "step"  # stands in the place of the kernel's name where the program is a model's step
 
 
@@ -143,14 +144,16 @@ def named_cases() -> Iterator[Case]:
         yield Case("all_reduce", f"{name}, gather", functools.partial(_all_gather), (pairs, mail), further=rows > 5)
     for name, shape in linear_shapes.SHAPES.items():
         function = functools.partial(getattr(linear, shape.kind))
-        for rows in (5, 40, 160):
+        every = range(8, 257, 8) if name in EVERY else ()
+        for rows in dict.fromkeys((5, 40, 160, *every)):
             arguments = shape.arguments(rows, dtype)
-            yield Case("linear", f"{name} x {rows}", function, arguments)
+            yield Case("linear", f"{name} x {rows}", function, arguments, further=rows not in (5, 40, 160))
             if rows == 40 and mosaic_products.is_fastest(rows, arguments[1], 2 if shape.kind == "gated" else 1):
                 triton = functools.partial(function, implementation="triton")
                 yield Case("linear", f"{name} x {rows}, Triton", triton, arguments, further=not name.startswith("31B"))
         rounded = itertools.product((linear_shapes.ROUNDED,), (5, 40, 160, 256))
-        for packing, rows in (*itertools.product(linear_shapes.PACKINGS, (5, 40, 160)), *rounded):
+        usual = itertools.product(linear_shapes.PACKINGS, (5, 40, 160))
+        for packing, rows in dict.fromkeys((*usual, *itertools.product(("int4", "int8"), every), *rounded)):
             arguments, further = shape.arguments(rows, dtype, packing), not _first(name, packing, rows)
             yield Case("linear", f"{name} x {rows}, {packing}", function, arguments, further=further)
             if packing == linear_shapes.ROUNDED and shape.kind == "gated":
@@ -161,7 +164,8 @@ def named_cases() -> Iterator[Case]:
             yield Case(
                 "linear", f"{name}, unpacked, {packing}", functools.partial(linear.unpacked), (w, x), further=not _first(name, packing, 5)
             )
-    for name, shape in lm_head_shapes.SHAPES.items():
+    heads = lm_head_shapes.SHAPES | {f"E4B x {rows}": lm_head_shapes.of("E4B", rows) for rows in range(8, 161, 8)}
+    for name, shape in heads.items():
         sampling = array(shape.rows, 2, dtype=jnp.uint32), array(shape.rows, dtype=jnp.float32)
         function = functools.partial(lm_head.lm_head, softcap=shape.softcap)
         args = (array(shape.rows, shape.hidden), array(shape.vocab, shape.hidden), *sampling)

@@ -19,7 +19,12 @@ class Shape:
     softcap: float | None
 
 
+def of(name: str, rows: int) -> Shape:
+    """The head of a target for so many rows."""
+    return Shape(rows, HIDDEN_SIZES[name], VOCAB, 30.0)
+
+
 # One sequence without drafts, then 1, 8 and 32 sequences with four. An assistant has one row a sequence.
-SHAPES = {f"{name} x {rows}": Shape(rows, hidden, VOCAB, 30.0) for name, hidden in HIDDEN_SIZES.items() for rows in (1, 5, 40, 160)}
-SHAPES |= {f"{name} x 128": Shape(128, HIDDEN_SIZES[name], VOCAB, 30.0) for name in ("E2B", "E4B")}  # 32 sequences with three
+SHAPES = {f"{name} x {rows}": of(name, rows) for name in HIDDEN_SIZES for rows in (1, 5, 40, 160)}
+SHAPES |= {f"{name} x 128": of(name, 128) for name in ("E2B", "E4B")}  # 32 sequences with three
 SHAPES |= {f"assistant x {rows}": Shape(rows, ASSISTANT, VOCAB, None) for rows in (1, 8, 32)}
