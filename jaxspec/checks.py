@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import numbers
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -92,8 +94,21 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where jaxspec keeps what it would else make again: JAXSPEC_CACHE_DIR, or ~/.cache/jaxspec."""
-    return expanded(os.environ.get("JAXSPEC_CACHE_DIR") or Path.home() / ".cache" / "jaxspec")
+    """Where jaxspec keeps what it would else make again: JAXSPEC_CACHE_DIR, or ~/.cache/jaxspec. A user without a home folder, as some
+    containers have, keeps nothing."""
+    home = os.path.expanduser("~")
+    named = os.environ.get("JAXSPEC_CACHE_DIR")
+    return expanded(named) if named else Path(home, ".cache", "jaxspec") if os.path.isabs(home) else folder_of_this_process()
+
+
+def folder_of_this_process() -> Path:
+    """A folder that is gone when Python exits."""
+    return Path(_temporary().name)
+
+
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="jaxspec-")
 
 
 def unknown(function: str, name: str, known: Iterable[str]) -> TypeError:

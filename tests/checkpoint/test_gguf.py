@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pwd
 import shutil
 import stat
 import struct
@@ -27,6 +28,7 @@ from jaxspec.checkpoint import gguf
 from jaxspec.checkpoint.gguf import blocks, gemma4
 from jaxspec.checkpoint.gguf.file import Contents
 from jaxspec.checkpoint.hub import Hub
+from jaxspec.checks import cache_folder
 from jaxspec.model.gemma4_config import Gemma4Config
 from jaxspec.trees import leaves_by_path
 from pallas_kernels.packed import Packed
@@ -316,6 +318,28 @@ def test_the_folder_is_made_once_for_a_file(tmp_path):
     write(tmp_path / "a.gguf", "12B")
     again = checkpoint.resolve(tmp_path / "a.gguf")
     assert again != folder and checkpoint.read_config(again)["num_hidden_layers"] == config_of("12B")["num_hidden_layers"]
+
+
+def test_a_folder_that_was_emptied_is_made_again(tmp_path):
+    write(tmp_path / "a.gguf")
+    folder = checkpoint.resolve(tmp_path / "a.gguf")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    assert checkpoint.resolve(tmp_path / "a.gguf") == folder and (folder / "config.json").exists()
+    (folder / "config.json").unlink()
+    other = checkpoint.resolve(tmp_path / "a.gguf")
+    assert other != folder and (other / "config.json").exists()
+
+
+def test_a_user_without_a_home_folder(tmp_path, monkeypatch):
+    """As some containers have; what is kept may be read by its owner alone, and so lies in no folder that users share."""
+    for name in ("JAXSPEC_CACHE_DIR", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    write(tmp_path / "a.gguf")
+    folder = checkpoint.resolve(tmp_path / "a.gguf")
+    assert folder == checkpoint.resolve(tmp_path / "a.gguf") and cache_folder() in folder.parents
+    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):

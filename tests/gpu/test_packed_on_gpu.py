@@ -92,6 +92,15 @@ def test_the_kernel_of_this_gpu_multiplies_with_unpacked_weights(form, rows):
         assert largest_gap(found, wanted) <= limit, shape
 
 
+@pytest.mark.parametrize("rows", [96, 168, 192, 200, 216, 232, 248])
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_a_wide_matrix_is_multiplied_with_any_number_of_rows(form, rows):
+    """Which fill the registers of three warpgroups, and then of two."""
+    x, w = normal(rows, 2560), packed(form, (20_480, 2560), rows)
+    wanted = jnp.einsum("nh,oh->no", x, unpack(w, x.dtype), preferred_element_type=jnp.float32)
+    assert largest_gap(jax.jit(linear.linear)(x, w), wanted) <= 5e-3
+
+
 @pytest.mark.parametrize("rows", [5, 9, 40])
 @pytest.mark.parametrize("form", ["int4", "int4 zeros", "int8", "fp8"])
 def test_programs_that_share_a_tile_add_their_sums(form, rows):

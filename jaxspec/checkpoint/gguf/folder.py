@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import tempfile
@@ -16,10 +15,11 @@ from jaxspec.checkpoint.gguf.file import firsts, model_name, parts_of, read, rea
 from jaxspec.checkpoint.gguf.names import renamed
 from jaxspec.checkpoint.gguf.tokenizer import save_tokenizer
 from jaxspec.checkpoint.safetensors import Stored
-from jaxspec.checks import cache_folder
+from jaxspec.checks import cache_folder, folder_of_this_process
 
 VERSION = 2  # of what is written into a folder
 LONGEST = 60  # characters of a file's name that the name of its folder has
+CONFIG = "config.json"
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Matrices that share a leaf: where one of them is float, all are read so.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -43,13 +43,13 @@ def folder_of(file: Path) -> Path:
     try:
         return _made(cache_folder() / "gguf" / name, parts)
     except OSError:  # it cannot be written to or read, is full or takes no links
-        return _made(Path(_of_this_process().name) / name, parts)
+        return _made(folder_of_this_process() / name, parts)
 
 
 def _made(kept: Path, parts: list[Path]) -> Path:
     """The folder of that path, made if it is not there. Raises OSError where that place does not take it, and as `folder_of` does."""
-    if kept.is_dir():
-        os.listdir(kept)  # raises for a folder of somebody else's that may not be read
+    # Listing raises for a folder of somebody else's that may not be read.
+    if kept.is_dir() and CONFIG in os.listdir(kept):
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as own:
@@ -59,14 +59,9 @@ def _made(kept: Path, parts: list[Path]) -> Path:
         try:
             made.rename(kept)
         except OSError:
-            if not kept.is_dir():  # else another process was first
+            if not (kept / CONFIG).is_file():  # else another process was first
                 raise
     return kept
-
-
-@functools.cache
-def _of_this_process() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="jaxspec-")
 
 
 def _fill(folder: Path, parts: list[Path]) -> None:
@@ -75,7 +70,7 @@ def _fill(folder: Path, parts: list[Path]) -> None:
     if architecture != gemma4.ARCHITECTURE:
         raise ValueError(f"{parts[0]} is a GGUF of the architecture {architecture!r}; served is {gemma4.ARCHITECTURE!r}")
     contents = first._replace(tensors=read_tensors(parts))
-    configs = {"config.json": gemma4.config_of(parts[0], contents), "generation_config.json": gemma4.generation_of(contents)}
+    configs = {CONFIG: gemma4.config_of(parts[0], contents), "generation_config.json": gemma4.generation_of(contents)}
     for name, config in configs.items():
         (folder / name).write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_tokenizer(parts[0], contents, folder)
