@@ -185,7 +185,7 @@ def test_learning_goes_on_after_an_interrupt_in_an_update(folders, tmp_path, mon
         assert not learner.lost and learner.steps == updates + 1
 
 
-@pytest.mark.slow  # others resume
+@pytest.mark.slow  # above an LLM learns, is interrupted and goes on
 def test_learning_that_ended_by_itself_resumes_from_its_end(folders, tmp_path, monkeypatch):
     """Also if the job is killed later: weights and state of that time are there. Where a loss was no number, the state is the weights."""
     monkeypatch.setattr(trials, "LEAST", 1)

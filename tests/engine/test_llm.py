@@ -378,7 +378,7 @@ def test_nothing_compiles_after_warmup(load, parrot, expected, monkeypatch, caps
     assert llm.stats.compilations == made
 
 
-@pytest.mark.slow  # others are warm together
+@pytest.mark.slow  # test_nothing_compiles_after_warmup has them together
 def test_requests_of_each_params_alone_are_warm_too(load, parrot):
     llm = load(parrot, num_draft_tokens=2, max_slots=2)
     each = [params(1, top_k=5), params(0, prompt_logprobs=1)]

@@ -400,7 +400,7 @@ def test_a_drafter_that_learns_sleeps_too(folders, other, expected):
             assert texts(llm) == expected[0]
 
 
-@pytest.mark.slow  # a program of its own
+@pytest.mark.slow  # structures and new weights have their tests apart
 def test_structures_are_there_again(pair):
     params = SamplingParams(max_tokens=8, temperature=0, structured_outputs={"choice": ["yes", "no"]})
     before = pair.generate("Is it? ", params)[0].text

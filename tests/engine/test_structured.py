@@ -164,7 +164,7 @@ def test_what_leaves_no_token_ends_in_words(llm):
     assert found.finish_reason == "stop" and found.stop_reason == stop and set(found.text) == {"a"}
 
 
-@pytest.mark.slow  # another program of its own
+@pytest.mark.slow  # test_completions.py has stop strings of other texts
 def test_what_fails_past_a_stop_string_does_not_count(llm):
     """A call of several rounds goes on behind the stop string until no token is left; the host reads both at once."""
     asked = dataclasses.replace(params(0, choice=["é漢𝄞"]), ignore_eos=True, stop="漢", max_tokens=20)

@@ -81,7 +81,7 @@ def test_the_command_writes_a_drafter_that_load_takes(target, trained, capsys):
     assert (out / "model.safetensors").read_bytes() == changed and read_metrics(out) == rows
 
 
-@pytest.mark.slow  # test_loop.py spreads its batches so, and test_a_fresh_drafter_over_two_devices runs
+@pytest.mark.slow  # test_loop.py trains over four
 def test_a_run_over_two_devices_trains_on_the_texts_of_one(trained, tmp_path, monkeypatch):
     """Of which there are more than are written at a time, so that the second's admission finds the state as the first left it."""
     monkeypatch.setattr(tuning, "AUTO_SLOTS", 2)
