@@ -152,6 +152,7 @@ def test_what_it_writes_does_not_loop(written):
     assert len(set(grams)) / len(grams) >= 0.7
 
 
+@pytest.mark.slow  # model/test_saved_by_transformers.py compares such models
 def test_transformers_loads_the_target_with_the_same_logits():
     import torch
     from transformers import AutoModelForCausalLM

@@ -202,8 +202,8 @@ TURNS = {
 # Each kind once, the draft model in the layout that is least like the target. The other layouts are marked slow below; that they guess what
 # they should, round after round, their own files test. DFlash2 and DSpark take in rows as DFlash does. The texts of EAGLE-3 are looked at
 # in test_events.py, and those of a draft model in test_step3p5_modules.py.
-FEW = ("assistant", "dflash", "modules", "ngram")
-MORE = ("dflash2", "dspark", "eagle3", "draft model like E2B")
+FEW = ("assistant", "modules")  # test_dflash.py and test_ngram.py have their texts
+MORE = ("dflash", "dflash2", "dspark", "eagle3", "draft model like E2B", "ngram")
 
 
 @pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])

@@ -55,7 +55,8 @@ def kernels(name, k, draft_attention, rows=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "k", "targets", "own"), [("dflash", 15, 2, 2), pytest.param("dflash2", 15, 2, 2, marks=pytest.mark.slow), ("eagle3", 5, 2, 5)]
+    ("name", "k", "targets", "own"),
+    [*(pytest.param(kind, 15, 2, 2, marks=pytest.mark.slow) for kind in ("dflash", "dflash2")), ("eagle3", 5, 2, 5)],
 )
 def test_attention_over_an_own_cache_is_the_kernels(name, k, targets, own):
     """A block's sliding layers, causal within it or not, and its full layers, which see both ways; EAGLE-3's passes of 1 row, each with

@@ -184,6 +184,7 @@ def test_sequences_that_are_preempted_keep_their_counts(looking):
     check_counts(outs, 3)
 
 
+@pytest.mark.slow  # it takes a program for each shape
 def test_shapes_are_chosen_by_rows_and_not_by_guesses(looking, monkeypatch):
     """A round that finds nothing costs as much as another, so that it counts as one whose drafts were rejected."""
     seen = []

@@ -207,6 +207,7 @@ def test_a_long_prompt_lets_others_decode_between_its_chunks(monkeypatch):
     assert between == ["decode", "prefill"] * (len(between) // 2) and len(between) >= 6
 
 
+@pytest.mark.slow  # tests/decode/test_decode_loop.py has such logits
 def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch):
     """The values of one request become NaN behind its 5th token."""
     llm, real = llm_of("modules"), Runner.decode

@@ -349,7 +349,7 @@ def test_old_weights_are_given_back(settings, folders, other):
             assert not any(leaf() is not None for leaf in old)
 
 
-@pytest.mark.parametrize("settings", [{}, {"data": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", [{}, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ({"data": 2}, {"tensor": 2}))])
 def test_an_llm_sleeps_and_goes_on(settings, folders, other, expected):
     mesh = jaxspec.mesh(**settings) if settings else None
     with jaxspec.load(*folders, mesh=mesh, **SIZES) as llm:

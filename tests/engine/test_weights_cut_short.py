@@ -30,7 +30,7 @@ def other(folder):
     return {key: 1.5 * x for key, x in load_file(folder / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("weights", ["host", "drop"])
+@pytest.mark.parametrize("weights", [pytest.param("host", marks=pytest.mark.slow), "drop"])
 def test_a_drafter_comes_while_the_llm_sleeps(weights, folders):
     with jaxspec.load(*folders, **SIZES) as llm:
         expected, drafter = texts(llm), jax.tree.map(jnp.copy, llm.drafter)

@@ -160,6 +160,7 @@ def test_a_batch_of_messages_with_images(tmp_path):
     assert "load with images=True, or with --images" in json.loads((tmp_path / "text.errors.jsonl").read_text())["error"]
 
 
+@pytest.mark.slow  # a batch job has the same rows
 def test_rows_of_a_generator_with_images(tmp_path):
     image = picture(3, (40, 40))
     image.save(tmp_path / "image.png")
