@@ -48,6 +48,7 @@ from pallas_kernels.paged_attention import shapes as attention_shapes
 from pallas_kernels.qkv import shapes as qkv_shapes
 from pallas_kernels.top_candidates import shapes as top_candidates_shapes
 
+ROWS = (5, 40, 160)  # of products
 EVERY = ("E4B gate_up", "E4B down", "31B qkv full")  # matrices whose products are compiled for every number of rows in eights
 STEP = "step"  # stands in the place of the kernel's name where the program is a model's step
 
@@ -145,14 +146,14 @@ def named_cases() -> Iterator[Case]:
     for name, shape in linear_shapes.SHAPES.items():
         function = functools.partial(getattr(linear, shape.kind))
         every = range(8, 257, 8) if name in EVERY else ()
-        for rows in dict.fromkeys((5, 40, 160, *every)):
+        for rows in dict.fromkeys((*ROWS, *every)):
             arguments = shape.arguments(rows, dtype)
-            yield Case("linear", f"{name} x {rows}", function, arguments, further=rows not in (5, 40, 160))
+            yield Case("linear", f"{name} x {rows}", function, arguments, further=rows not in ROWS)
             if rows == 40 and mosaic_products.is_fastest(rows, arguments[1], 2 if shape.kind == "gated" else 1):
                 triton = functools.partial(function, implementation="triton")
                 yield Case("linear", f"{name} x {rows}, Triton", triton, arguments, further=not name.startswith("31B"))
-        rounded = itertools.product((linear_shapes.ROUNDED,), (5, 40, 160, 256))
-        usual = itertools.product(linear_shapes.PACKINGS, (5, 40, 160))
+        rounded = itertools.product((linear_shapes.ROUNDED,), (*ROWS, 256))
+        usual = itertools.product(linear_shapes.PACKINGS, ROWS)
         for packing, rows in dict.fromkeys((*usual, *itertools.product(("int4", "int8"), every), *rounded)):
             arguments, further = shape.arguments(rows, dtype, packing), not _first(name, packing, rows)
             yield Case("linear", f"{name} x {rows}, {packing}", function, arguments, further=further)

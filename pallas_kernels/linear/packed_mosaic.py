@@ -80,7 +80,7 @@ def choose_tiles(
         # How many products can run at once. Where a thread lacks registers for two, ptxas has every instruction of a product wait for the
         # one before (its note C7512). It does not count those that the copying warpgroup gives up: see `registers`.
         left = mosaic.registers(wide * deep) - OTHERS - matrices * padded // 2
-        if left < 0:
+        if left < 0:  # ptxas refuses products whose sums a thread cannot hold
             return []
         if codes:
             left -= matrices * padded // 8 if deep > 1 else 0  # sums of another warpgroup on their way

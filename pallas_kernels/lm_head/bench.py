@@ -74,9 +74,9 @@ def main() -> None:
         greedy = jnp.zeros_like(sampled)
 
         def kernel(*args: jax.Array, cut: triton.Tiles | None = None, softcap: float | None = shape.softcap) -> Any:
-            hidden, table, keys, temperature = args
             if arguments.kind is not None:
                 return lm_head(*args, softcap=softcap)
+            hidden, table, keys, temperature = args
             return triton.lm_head(hidden, table, keys, temperature, softcap, (), None, cut=cut)
 
         def plain(*args: jax.Array, softcap: float | None = shape.softcap) -> Any:

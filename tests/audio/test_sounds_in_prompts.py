@@ -128,7 +128,6 @@ def test_a_model_that_hears_alone():
         llm.generate({"prompt": "<unused5>", "multi_modal_data": {"image": picture(1, (9, 9))}})
 
 
-@pytest.mark.slow  # tests/vision has the same of images
 def test_calls_have_room_for_short_and_long_sounds(monkeypatch):
     """Beside one another: of 15 rows, of 50, of 83 in two parts, and of two in one prompt."""
     monkeypatch.setattr(sounds, "ROOMS", (20, 60))

@@ -274,8 +274,7 @@ def read(config: dict, **changes) -> DSparkConfig:
     return DSparkConfig.from_hf({**config, **changes}, rounds.target().config, KEYS)
 
 
-@pytest.mark.slow  # few checkpoints have such a config, and both readings are tested apart
-@pytest.mark.parametrize("layout", ["speculators", "rnn"])
+@pytest.mark.parametrize("layout", ["speculators", pytest.param("rnn", marks=pytest.mark.slow)])
 def test_a_config_that_does_not_say_which_rows_guess_has_two_readings(layout: str) -> None:
     """Each drafts and trains as by a config that says it; a block then has room for one draft less."""
     model = kinds.drafter("dspark" if layout == "speculators" else f"dspark {layout}")

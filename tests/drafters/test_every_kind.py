@@ -131,8 +131,8 @@ def accepted(state, drafter):
     return np.asarray(after.length - state.length).reshape(-1, SEEDS) - 1
 
 
-# A head of centroids, and a shortlist. That the others draw with the target's noise their own files test: the
-# drafts of their rounds are those that a reference chooses with it.
+# A head of centroids. That the others draw with the target's noise their own files test: the drafts of their rounds are those that a
+# reference chooses with it.
 OFTEN = ("assistant",)
 
 
@@ -199,10 +199,10 @@ TURNS = {
 }
 
 
-# Each kind once, the draft model in the layout that is least like the target. The other layouts are marked slow below; that they guess what
-# they should, round after round, their own files test. DFlash2 and DSpark take in rows as DFlash does. The texts of EAGLE-3 are looked at
-# in test_events.py, and those of a draft model in test_step3p5_modules.py.
-FEW = ("assistant", "modules")  # test_dflash.py and test_ngram.py have their texts
+# Each kind once, the draft model in the layout that is least like the target; most of them, and the other layouts below, are marked slow.
+# That they guess what they should, round after round, their own files test. DFlash2 and DSpark take in rows as DFlash does. Texts of DFlash
+# are looked at in test_dflash.py, of n-grams in test_ngram.py, of EAGLE-3 in test_events.py, of a draft model in test_step3p5_modules.py.
+FEW = ("assistant", "modules")
 MORE = ("dflash", "dflash2", "dspark", "eagle3", "draft model like E2B", "ngram")
 
 

@@ -80,8 +80,8 @@ def _fill(folder: Path, parts: list[Path]) -> None:
 
 def read_model(file: Path) -> dict[str, Stored]:
     """The tensors of a model, of which `file` is a part, by their names in Hugging Face's layout, unread. Tensors of blocks that are read
-    as floats are so here: matrices that share a leaf with a float one, and a head beside the token embedding with this, so
-    that the two can be compared."""
+    as floats are so here: matrices that share a leaf with a float one, and a token embedding beside which there is a head, with that head,
+    so that the two can be compared."""
     found = renamed(read_tensors(parts_of(file)))
     apart = (TABLE, HEAD) if HEAD in found else ()
     floats = {key for key, tensor in found.items() if isinstance(tensor, Blocks) and (key in apart or _has_float(key, found))}
